@@ -1,0 +1,1 @@
+"""Forwards, attention and sampling on a device."""

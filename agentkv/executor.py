@@ -1,0 +1,153 @@
+"""THE LOOP. One task per manager advances every running generation, a round at a time:
+
+    admit → prefill chunk → decide → propose → verify and accept → publish
+
+`decide.py` turns the running generations into the works of a round, `rounds.py` does them on the compute lane. What
+becomes of a finished generation (commit, rollback) is its session's business.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+import anyio
+
+from agentkv.backends.base import Backend
+from agentkv.backup import Backup
+from agentkv.calibration import Calibration
+from agentkv.config import PAGE_TOKENS, EngineConfig
+from agentkv.decide import decide, learn, next_works
+from agentkv.errors import CapacityError, ManagerClosed
+from agentkv.generation import Generation
+from agentkv.lanes import Lane
+from agentkv.memory.pages import PagePool
+from agentkv.rounds import run_round
+from agentkv.scheduler.phase import Controller
+
+_log = logging.getLogger("agentkv.executor")
+
+Reclaim = Callable[[int], Awaitable[None]]
+"""Give up to this many pages of idle sessions back to the pool."""
+
+
+class Executor:
+    """Runs generations together in packed rounds. `reclaim` is the manager's way to free idle sessions' pages."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        pool: PagePool,
+        lane: Lane,
+        controller: Controller,
+        calibration: Calibration | None,
+        config: EngineConfig,
+        backup: Backup,
+        reclaim: Reclaim,
+    ) -> None:
+        self._backend = backend
+        self._pool = pool
+        self._lane = lane
+        self._controller = controller
+        self._calibration = calibration
+        self._config = config
+        self._backup = backup
+        self._reclaim = reclaim
+        self._waiting: deque[Generation] = deque()
+        self._running: list[Generation] = []
+        self._withdrawn: set[int] = set()
+        self._wake = anyio.Event()
+        self._closed = False
+
+    async def serve(self) -> None:
+        """The loop; ends by cancellation."""
+        try:
+            while True:
+                await self._admit()
+                await self._lane.run(self._round)
+                self._publish()
+        finally:
+            self._close()
+
+    def submit(self, generation: Generation) -> None:
+        """Queue a generation; its updates come through `generation.next_update`."""
+        if self._closed:
+            raise ManagerClosed("the manager has been closed")
+        self._waiting.append(generation)
+        self._wake.set()
+
+    async def withdraw(self, generation: Generation) -> None:
+        """Take a generation out; returns when no round can touch its sequence any more. Idempotent."""
+        if generation in self._waiting:
+            self._waiting.remove(generation)
+        elif generation in self._running:
+            self._withdrawn.add(id(generation))
+            await generation.released()
+
+    def statistics(self) -> dict[str, int]:
+        """Generations running and waiting."""
+        return {"running": len(self._running), "waiting": len(self._waiting)}
+
+    async def _admit(self) -> None:
+        """Wait until something runs; take in, in order of arrival, what the pool can hold to its end."""
+        while True:
+            while self._waiting and await self._make_room(self._waiting[0]):
+                self._running.append(self._waiting.popleft())
+            if self._running:
+                return
+            self._wake = anyio.Event()
+            if not self._waiting:
+                await self._wake.wait()
+
+    async def _make_room(self, generation: Generation) -> bool:
+        """Whether every page the generation may come to hold can be had; it fails here if that will never be so."""
+        if (missing := self._missing(generation)) > 0:
+            await self._reclaim(missing)
+            missing = self._missing(generation)
+        if generation not in self._waiting:  # withdrawn meanwhile
+            return False
+        if missing > 0 and not self._running:
+            self._waiting.remove(generation)
+            generation.error = CapacityError(
+                f"{generation.page_limit} pages of {PAGE_TOKENS} tokens wanted, the pool has {self._pool.capacity}: "
+                "raise EngineConfig.kv_bytes or lower max_new_tokens"
+            )
+            generation.publish(over=True)
+        return missing <= 0
+
+    @property
+    def spare_pages(self) -> int:
+        """Free pages that no running generation has been promised."""
+        return self._pool.free - sum(g.page_limit - len(g.sequence.table) for g in self._running)
+
+    def _missing(self, generation: Generation) -> int:
+        """Pages short of what this generation may come to hold."""
+        return generation.page_limit - len(generation.sequence.table) - self.spare_pages
+
+    def _round(self) -> None:
+        """One round of all that run (compute lane). What fails here fails the steps in it, not the manager."""
+        try:
+            works = next_works(self._running, self._config.prefill_chunk)
+            decide(works, self._controller, self._calibration, self._backend.shape)
+            learn(self._controller, works, run_round(self._backend, works))
+        except Exception as error:
+            _log.exception("a round failed; its %d steps are rolled back", len(self._running))
+            for generation in self._running:
+                generation.error = error
+
+    def _publish(self) -> None:
+        """Hand out what the round brought; let go of generations that are complete, failed or withdrawn."""
+        for generation in list(self._running):
+            over = generation.complete or generation.error is not None or id(generation) in self._withdrawn
+            if over:
+                self._running.remove(generation)
+                self._withdrawn.discard(id(generation))
+            self._backup.offer(generation.namespace, generation.sequence)
+            generation.publish(over=over)
+
+    def _close(self) -> None:
+        self._closed = True
+        for generation in (*self._waiting, *self._running):
+            generation.error = generation.error or ManagerClosed("the manager was closed during the step")
+            generation.publish(over=True)
+        self._waiting.clear()
+        self._running.clear()

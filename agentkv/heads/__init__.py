@@ -1,0 +1,1 @@
+"""Heads score pages: what the next proposals should read."""

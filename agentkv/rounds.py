@@ -1,0 +1,196 @@
+"""One round of a batch: propose → verify → accept. Synchronous; runs on the compute lane.
+
+A packed verification carries whatever rows its sequences need: the carry and drafts, the last rows of a prefill, or a
+prefill chunk. `executor.py` decides what each generation does; this file does it.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from agentkv.backends.base import Backend, Segment
+from agentkv.config import PAGE_TOKENS
+from agentkv.errors import AgentKVError
+from agentkv.generation import Generation
+from agentkv.heads.verification import QUERIES
+from agentkv.proposers import NoProposer, Proposer, full_read, proposer_for
+from agentkv.scheduler.phase import Decision, SequenceState
+from agentkv.types import Round
+
+
+@dataclass
+class Work:
+    """What one generation does in a round.
+
+    `chunk_end`: prefill up to there. Else `decision`; None: a prefill's last rows, or recomputation at the end.
+    `scored`: the verification emits page mass. `verified=False`: the drafts are final as they are. `shadow`: lookup's
+    draft at the round's start and its match length. The rest is filled in by the round.
+    """
+
+    generation: Generation
+    chunk_end: int | None = None
+    decision: Decision | None = None
+    scored: bool = False
+    verified: bool = True
+    shadow: tuple[list[int], int] = ([], 0)
+    state: SequenceState | None = None
+    proposer: Proposer = field(default_factory=NoProposer)
+    segment: Segment | None = None
+    accepted: int = 0
+
+    def __post_init__(self) -> None:
+        self._emitted_before = len(self.generation.emitted)
+
+    @property
+    def emitted(self) -> list[int]:
+        """Tokens of this round."""
+        return self.generation.emitted[self._emitted_before :]
+
+
+@dataclass(slots=True)
+class Forward:
+    """One packed forward that was run. `plain`: neither scored nor with a prefill chunk, so the time model knows it."""
+
+    rows: int
+    kv_bytes: int
+    seconds: float
+    plain: bool
+
+
+@dataclass(slots=True)
+class RoundTimes:
+    """Seconds of a round's device work: `begin` (gathering selections) and its forwards."""
+
+    begin: float
+    forwards: list[Forward]
+
+    @property
+    def seconds(self) -> float:
+        return self.begin + sum(forward.seconds for forward in self.forwards)
+
+
+def run_round(backend: Backend, works: Sequence[Work]) -> RoundTimes:
+    """Advance every generation of `works` by one round. A generation whose own part fails carries its error away."""
+    started = time.perf_counter()
+    depth = max((w.decision.k for w in works if w.decision and w.decision.kind == "sparse"), default=0)
+    for work in works:
+        work.proposer = proposer_for(work.generation, work.decision, work.shadow[0], depth)
+        work.proposer.begin(backend)
+    begin = time.perf_counter() - started
+    forwards = _propose(backend, works) + _verify(backend, works)
+    for work in works:
+        with _own_failure(work):
+            _conclude(work, time.perf_counter() - started)
+    return RoundTimes(begin, forwards)
+
+
+def _propose(backend: Backend, works: Sequence[Work]) -> list[Forward]:
+    forwards = []
+    while True:
+        asked = [(work, segment) for work in works if (segment := work.proposer.segment()) is not None]
+        if not any(segment.draft is not None for _, segment in asked):
+            return forwards
+        logits, forward = _forward(backend, [segment for _, segment in asked])
+        forwards.append(forward)
+        for (work, segment), rows in zip(asked, logits, strict=True):
+            with _own_failure(work):
+                work.proposer.take(rows, segment)
+                if segment.draft is not None:
+                    work.generation.counters.pages_full += full_read(work.generation, backend)
+
+
+def _verify(backend: Backend, works: Sequence[Work]) -> list[Forward]:
+    parts = [work for work in works if _plan_verification(work)]
+    if not parts:
+        return []
+    logits, forward = _forward(backend, [work.segment for work in parts if work.segment])
+    for work, rows in zip(parts, logits, strict=True):
+        with _own_failure(work):
+            if work.chunk_end is not None:
+                _finish_chunk(work)
+            else:
+                _accept(work, rows)
+    return [forward]
+
+
+def _plan_verification(work: Work) -> bool:
+    """Make the segment of this work in the verify forward; False if it has none."""
+    generation, sequence = work.generation, work.generation.sequence
+    if not work.verified or generation.error is not None or not generation.pending:
+        return False
+    end = work.chunk_end if work.chunk_end is not None else generation.target
+    tokens = sequence.token_ids[sequence.kv_len : end] + work.proposer.drafts
+    segment = Segment(tokens, sequence.kv_len, sequence.buffer, sequence.tail.rows, sequence.table.runs())
+    if work.chunk_end is not None:
+        segment.into = sequence.take_pages((end - PAGE_TOKENS * len(sequence.table)) // PAGE_TOKENS)
+    else:
+        segment.logits = 0 if generation.finish_reason is not None else len(work.proposer.drafts) + 1
+        segment.scored = min(len(tokens), len(work.proposer.drafts) + QUERIES) if work.scored else 0
+    work.segment = segment
+    return True
+
+
+def _finish_chunk(work: Work) -> None:
+    segment = work.segment
+    assert segment is not None
+    assert segment.into is not None
+    work.generation.sequence.add_pages(list(segment.into))
+    work.generation.counters.prefilled += len(segment.tokens)
+
+
+def _accept(work: Work, rows: torch.Tensor) -> None:
+    """Keep the longest matching prefix of the drafts and the bonus token; seal what has filled."""
+    generation, sequence, segment = work.generation, work.generation.sequence, work.segment
+    assert segment is not None
+    drafts = work.proposer.drafts
+    known = len(segment.tokens) - len(drafts)
+    emitted, accepted = 0, 0
+    if generation.finish_reason is None:
+        outcome = generation.accept(drafts, rows)
+        emitted, accepted = len(outcome.tokens), outcome.accepted
+    # A stop inside the accepted window truncates KV with the tokens: the last one kept becomes the carry.
+    sequence.add_rows(known + max(emitted - 1, 0))
+    if segment.mass is not None:
+        first = len(segment.tokens) - segment.scored
+        generation.observe(segment.mass[: max(known + accepted - first, 1)].numpy())
+    work.accepted = accepted
+    if work.decision is None:
+        generation.counters.prefilled += known
+
+
+def _conclude(work: Work, seconds: float) -> None:
+    """Unverified drafts become final; count the round and tell the stream."""
+    generation, decision, drafts = work.generation, work.decision, work.proposer.drafts
+    if not work.verified:
+        work.accepted = len(generation.emit(drafts))
+        generation.sequence.add_rows(work.accepted, verified=False)
+    if decision is not None:
+        generation.counters.count(decision.kind, len(drafts), work.accepted)
+        generation.previous = decision.kind
+        if work.verified:
+            generation.acceptances.observe_sparse(len(drafts) * (decision.kind == "sparse"), work.accepted)
+            generation.acceptances.observe_lookup(*work.shadow, work.emitted)
+    rows = len(work.segment.tokens) if work.segment and decision is None else len(work.emitted)
+    generation.tell(Round(decision.kind if decision else "prefill", rows, len(drafts), work.accepted, seconds))
+
+
+@contextmanager
+def _own_failure(work: Work) -> Iterator[None]:
+    """What fails for one generation alone is raised in its step; the others of the batch go on."""
+    try:
+        yield
+    except AgentKVError as error:
+        work.generation.error = error
+
+
+def _forward(backend: Backend, segments: list[Segment]) -> tuple[list[torch.Tensor], Forward]:
+    started = time.perf_counter()
+    logits = backend.forward(segments)
+    seconds = time.perf_counter() - started
+    page_bytes = backend.shape.token_bytes * PAGE_TOKENS // (backend.shape.layers * backend.shape.kv_heads)
+    plain = not any(s.scored or s.into is not None for s in segments)
+    rows = sum(len(s.tokens) for s in segments)
+    return logits, Forward(rows, sum(s.pages_read for s in segments) * page_bytes, seconds, plain)

@@ -1,0 +1,1 @@
+"""Pure decisions: mode and draft length, page selection, suffix lookup."""

@@ -1,0 +1,316 @@
+"""A session: the durable handle of one conversation. One writer at a time; a step is a transaction.
+
+`step` and `stream` begin a generation (`generation.py`), let the executor advance it, and commit: the manifest
+transaction is shielded, and `head` says which commit the session is at. `waking.py` brings its KV into memory.
+"""
+
+import time
+from collections.abc import Sequence as Items
+from typing import Literal
+
+import msgspec
+import numpy as np
+import xxhash
+
+from agentkv.config import MODES, PAGE_TOKENS, DecodingConfig, Every, Mode, Tolerant
+from agentkv.engine import Engine
+from agentkv.errors import InvalidInput, SessionBusy, SessionNotFound, StaleHead
+from agentkv.generation import Generation
+from agentkv.lanes import shielded
+from agentkv.memory.keys import checkpoint_name
+from agentkv.memory.manifest import Commit, Manifest
+from agentkv.starting import new_generation
+from agentkv.stream import Stream
+from agentkv.transcript import StepInput
+from agentkv.types import Event, Item, Span, StepResult, Trace, Usage
+from agentkv.waking import Awake, Sidecar, check_identity, wake
+
+OnCancel = Literal["rollback", "keep"]
+
+
+class Session:
+    """Use as `async with manager.session(id) as session`. All calls belong to one event loop.
+
+    Cancelled at any await, the session equals its last commit (`on_cancel="rollback"`) or, with "keep", the last
+    verified token, which is committed with `finish_reason="cancelled"`.
+    """
+
+    def __init__(self, engine: Engine, id: str, namespace: str, on_cancel: OnCancel, reasoning: str) -> None:
+        self.id = id
+        self.namespace = namespace
+        self.last_used = time.monotonic()
+        self._engine = engine
+        self._on_cancel: OnCancel = on_cancel
+        self._reasoning = reasoning
+        self._manifest: Manifest | None = None
+        self._awake: Awake | None = None
+        self._stream: Stream | None = None
+        self._opened = False
+
+    # The handle
+
+    @property
+    def head(self) -> str:
+        """Id of the last commit (`session@number`; number 0 is the empty session)."""
+        return self._manifest.checkpoint if self._manifest else checkpoint_name(self.id, 0)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Token ids in memory: those of the last commit, and during a step what it has appended. () while asleep."""
+        return tuple(self._awake.sequence.token_ids) if self._awake else ()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is in flight."""
+        return self._stream is not None
+
+    @property
+    def held_pages(self) -> int:
+        """Pages of the KV pool that the session holds; 0 while it is asleep."""
+        return len(self._awake.sequence.table) if self._awake else 0
+
+    async def open(self, create: bool) -> None:
+        """Read the head (the manager calls this). Raises SessionNotFound, IdentityMismatch."""
+        engine = self._engine
+        try:
+            self._manifest = await engine.disk.run(engine.store.manifest, self.namespace, self.id)
+        except SessionNotFound:
+            if not create:
+                raise
+        else:
+            check_identity(self._manifest.identity, engine)
+        self._opened = True
+
+    async def step(
+        self,
+        input: StepInput,
+        *,
+        decoding: DecodingConfig | None = None,
+        mode: Mode = "auto",
+        verify: Tolerant | Every | None = None,
+        seed: int | None = None,
+        stop: str | Items[str] | None = None,
+        expect: str | None = None,
+    ) -> StepResult:
+        """Append `input`, generate until a stop, commit, and return the result.
+
+        `input`: text of a user turn, items (role, content; tool results), or token ids, appended verbatim.
+        `expect`: the head this step builds on (StaleHead otherwise, nothing run). `seed`: 64 bits; None draws one.
+        Raises InvalidInput, ContextOverflow, CapacityError, SessionBusy, StoreFull; the last commit then stands.
+        """
+        async with self.stream(
+            input, decoding=decoding, mode=mode, verify=verify, seed=seed, stop=stop, expect=expect
+        ) as stream:
+            async for _ in stream:
+                pass
+        assert stream.result is not None
+        return stream.result
+
+    def stream(
+        self,
+        input: StepInput,
+        *,
+        decoding: DecodingConfig | None = None,
+        mode: Mode = "auto",
+        verify: Tolerant | Every | None = None,
+        seed: int | None = None,
+        stop: str | Items[str] | None = None,
+        expect: str | None = None,
+    ) -> Stream:
+        """The same step as an async iterator of frozen events: Text, Round and, once committed, Done.
+
+        Use as `async with session.stream(...) as stream`; leaving it early cancels the step.
+        """
+        if mode not in MODES:
+            raise InvalidInput(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
+        if verify is not None and mode != "exact":
+            raise InvalidInput("verify= loosens mode='exact' and goes with no other mode")
+        if seed is not None and not (isinstance(seed, int) and 0 <= seed < 1 << 64):
+            raise InvalidInput(f"seed must be a whole number of 64 bits, not {seed!r}")
+        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        return Stream(self, input, decoding or DecodingConfig(), mode, verify, seed, stops, expect)
+
+    async def digest(self) -> str:
+        """xxh3-128 (hex) over the token ids and every KV byte of the last commit, loading it if need be."""
+        self._require_free()
+        awake = await self._wake()
+        return await self._engine.compute.run(_digest, self._engine, awake)
+
+    async def sleep(self) -> None:
+        """Let go of all memory; the next step loads the last commit. No effect while a step is in flight."""
+        if self._awake is not None and not self.busy:
+            awake, self._awake = self._awake, None
+            await self._engine.compute.finish(awake.sequence.close)
+
+    async def close(self) -> None:
+        """Cancel a step in flight and let go of all memory. Idempotent."""
+        self._opened = False
+        if self._stream is not None:
+            await self._stream.aclose()
+        await self.sleep()
+
+    # What a stream does with its session
+
+    def acquire(self, stream: Stream, expect: str | None) -> None:
+        """Make `stream` the session's writer. Raises SessionBusy, StaleHead."""
+        self._require_free()
+        if expect is not None and expect != self.head:
+            raise StaleHead(expect, self.head)
+        self._stream = stream
+
+    def release(self) -> None:
+        """The stream has come to its end, one way or the other."""
+        self._stream = None
+        self.last_used = time.monotonic()
+
+    async def begin(self, stream: Stream) -> Generation:
+        """Wake the session, append the stream's input and hand the generation to the executor."""
+        awake = await self._wake()
+        generation = await new_generation(self._engine, self.namespace, awake, stream)
+        self._engine.executor.submit(generation)
+        return generation
+
+    async def commit(self, generation: Generation, stream: Stream) -> StepResult:
+        """Publish a complete generation; durable as `EngineConfig.durability` says when this returns."""
+        awake, delta = self._awake, stream.delta
+        assert awake is not None
+        assert delta is not None
+        assert generation.complete
+        started = time.perf_counter()
+        stop = len(awake.sequence.token_ids)
+        count = len(awake.spans) + len(delta.spans)
+        reply = Span(f"item-{count}", "assistant", stop - len(generation.emitted), stop)
+        spans = [*awake.spans, *delta.spans, reply]
+        commit = await self._prepare_commit(awake, generation, spans)
+        # From here on the step is published whatever happens to the caller; `head` tells.
+        manifest = await shielded(self._publish(commit, awake, spans))
+        size = manifest.kv_durable_len * self._engine.backend.shape.token_bytes
+        generation.note(Event("commit", "manifest published", stop, size, time.perf_counter() - started))
+        return step_result(generation, stream, manifest.checkpoint)
+
+    async def _publish(self, commit: Commit, awake: Awake, spans: list[Span]) -> Manifest:
+        engine = self._engine
+        manifest = await engine.disk.run(engine.store.commit, commit)
+        self._manifest = manifest
+        awake.spans, awake.sound_tokens = spans, manifest.kv_durable_len
+        return manifest
+
+    async def _prepare_commit(self, awake: Awake, generation: Generation, spans: list[Span]) -> Commit:
+        engine, sequence = self._engine, awake.sequence
+        engine.backup.offer(self.namespace, sequence)
+        records = sequence.table.records
+        if engine.config.durability == "kv":
+            await engine.backup.landed(records)
+        durable = next((i for i, r in enumerate(records) if not engine.backup.is_durable(r)), len(records))
+        tail = None
+        if durable == len(records) and sequence.tail.rows:
+            tail = await engine.compute.run(engine.backend.read_tail, sequence.buffer, sequence.tail.rows)
+        return Commit(
+            namespace=self.namespace,
+            id=self.id,
+            base=self._manifest,
+            unchanged_tokens=min(awake.sound_tokens, self._manifest.tokens if self._manifest else 0),
+            token_ids=sequence.token_ids,
+            records=records[:durable],
+            spans=spans,
+            kv_len=sequence.kv_len,
+            identity=engine.identity,
+            codec=engine.codec,
+            tail=tail,
+            seed=generation.sampler.seed,
+            sidecar=msgspec.msgpack.encode(Sidecar(awake.head.export(), awake.acceptances)),
+            reasoning=self._reasoning,
+            finish_reason=generation.finish_reason or "",
+            created_at=time.time(),
+        )
+
+    async def abandon(self, generation: Generation | None, stream: Stream, *, keep: bool) -> None:
+        """End a step that was not seen through: keep what is verified if `keep` and `on_cancel` say so, else go back
+        to the last commit. Runs to its end whatever happens to the caller."""
+        await shielded(self._abandon(generation, stream, keep and self._on_cancel == "keep"))
+
+    async def _abandon(self, generation: Generation | None, stream: Stream, keep: bool) -> None:
+        if generation is not None:
+            await self._engine.executor.withdraw(generation)
+            if keep and generation.emitted and generation.error is None and not self._is_committed():
+                generation.cut_short()
+                if not generation.complete:  # unverified KV is recomputed first
+                    self._engine.executor.submit(generation)
+                    await generation.released()
+                await self.commit(generation, stream)
+                return
+        await self._rollback()
+
+    def _is_committed(self) -> bool:
+        assert self._awake is not None
+        return self._manifest is not None and self._manifest.tokens == len(self._awake.sequence.token_ids)
+
+    async def _rollback(self) -> None:
+        """Make the sequence equal the last commit; its uncommitted pages leave queue, disk and memory."""
+        awake, engine = self._awake, self._engine
+        if awake is None:
+            return
+        tokens, kv_len = (self._manifest.tokens, self._manifest.kv_len) if self._manifest else (0, 0)
+        uncommitted = awake.sequence.table.records[kv_len // PAGE_TOKENS :]
+        await engine.backup.drop(self.namespace, uncommitted)
+        await engine.compute.run(_truncate, awake, tokens, kv_len)
+
+    async def _wake(self) -> Awake:
+        if self._awake is None:
+            self._awake = await wake(self._engine, self._manifest)
+        return self._awake
+
+    def _require_free(self) -> None:
+        if not self._opened:
+            raise SessionBusy(f"session {self.id!r} is not open: use it inside `async with manager.session(...)`")
+        if self._stream is not None:
+            raise SessionBusy(f"session {self.id!r} has a step in flight")
+
+
+def step_result(generation: Generation, stream: Stream, checkpoint: str) -> StepResult:
+    """What a committed generation says of itself."""
+    counters, finish = generation.counters, generation.finish_reason
+    assert finish is not None
+    assert stream.delta is not None
+    ended, first = time.perf_counter(), generation.first_token or generation.started
+    trace = Trace(
+        mode=generation.mode,
+        rounds=dict(counters.rounds),
+        proposed=counters.proposed,
+        accepted=counters.accepted,
+        kv_read_share=counters.pages_read / counters.pages_full if counters.pages_full else 0.0,
+        ties=counters.ties,
+        seed=generation.sampler.seed,
+        events=tuple(generation.events),
+        seconds=ended - generation.started,
+        ttft_seconds=first - generation.started,
+        decode_seconds=(generation.last_token or first) - first,
+    )
+    usage = Usage(
+        input=len(stream.delta.token_ids),
+        output=len(generation.emitted),
+        cached=stream.cached,
+        prefilled=counters.prefilled - stream.carry,
+        loaded=stream.loaded,
+    )
+    message = Item("assistant", generation.text)
+    return StepResult(generation.text, message, tuple(generation.emitted), finish, checkpoint, usage, trace)
+
+
+def _truncate(awake: Awake, tokens: int, kv_len: int) -> None:
+    """Back to a commit of `tokens` tokens with `kv_len` KV positions (compute lane)."""
+    sequence = awake.sequence
+    sequence.truncate_kv(min(sequence.kv_len, kv_len))
+    del sequence.token_ids[tokens:]
+    awake.lookup.truncate(tokens)
+    awake.head.truncate(len(sequence.table))
+
+
+def _digest(engine: Engine, awake: Awake) -> str:
+    sequence = awake.sequence
+    state = xxhash.xxh3_128(np.asarray(sequence.token_ids, "<u4").tobytes())
+    for page in sequence.table.pages:
+        state.update(engine.backend.read_page(page).data)
+    if sequence.tail.rows:
+        state.update(engine.backend.read_tail(sequence.buffer, sequence.tail.rows).data)
+    return state.hexdigest()

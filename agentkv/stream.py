@@ -1,0 +1,110 @@
+"""One step as an async iterator of frozen events. It owns the step from its first await to its commit or rollback.
+
+A class with `__aenter__`, `__anext__` and `aclose`, not a generator: leaving it at any point runs its clean-up in the
+task that leaves (PEP 789).
+"""
+
+import asyncio
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from agentkv.config import DecodingConfig, Every, Mode, Tolerant
+from agentkv.generation import Generation
+from agentkv.transcript import Delta, StepInput
+from agentkv.types import Done, StepResult, StreamEvent
+
+if TYPE_CHECKING:
+    from agentkv.session import Session
+
+
+class Stream:
+    """`async with session.stream(...) as stream: async for event in stream`. After Done, `result` is set."""
+
+    def __init__(
+        self,
+        session: "Session",
+        input: StepInput,
+        decoding: DecodingConfig,
+        mode: Mode,
+        verify: Tolerant | Every | None,
+        seed: int | None,
+        stop: tuple[str, ...],
+        expect: str | None,
+    ) -> None:
+        self.input = input
+        self.decoding = decoding
+        self.mode: Mode = mode
+        self.verify: Tolerant | Every | None = verify
+        self.seed = seed
+        self.stop = stop
+        self.started = 0.0
+        self.result: StepResult | None = None
+        self.delta: Delta | None = None
+        """What the step appended, its spans counted from the session's first token."""
+        self.cached = 0
+        self.loaded = 0
+        self.carry = False
+        """Whether the session had a last token whose KV this step's prefill completes."""
+        self._session = session
+        self._expect = expect
+        self._generation: Generation | None = None
+        self._entered = False
+        self._over = False
+
+    def start_from(self, delta: Delta, cached: int, loaded: int, *, carry: bool) -> None:
+        """What the step builds on: KV positions in memory, those that waking has just loaded, and the carry."""
+        self.delta, self.cached, self.loaded, self.carry = delta, cached, loaded, carry
+
+    async def __aenter__(self) -> Self:
+        assert not self._entered, "a stream is entered once"
+        self._entered = True
+        self.started = time.perf_counter()
+        self._session.acquire(self, self._expect)
+        try:
+            self._generation = await self._session.begin(self)
+        except BaseException as error:
+            await self._leave(error)
+            raise
+        return self
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StreamEvent:
+        """The next event; raises what made the step fail, once, after it has been rolled back."""
+        if self._over:
+            raise StopAsyncIteration
+        assert self._generation is not None, "a stream is iterated inside `async with`"
+        try:
+            update = await self._generation.next_update()
+            if update is not None:
+                return update
+            assert self.delta is not None
+            self.result = await self._session.commit(self._generation, self)
+        except BaseException as error:
+            await self._leave(error)
+            raise
+        self._over = True
+        self._session.release()
+        return Done(self.result)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._leave(error if isinstance(error, asyncio.CancelledError) else None)
+
+    async def aclose(self) -> None:
+        """Cancel the step if it has not been committed. Idempotent."""
+        await self._leave(None)
+
+    async def _leave(self, error: BaseException | None) -> None:
+        """End the step unfinished: by cancellation or by being left early (None), or by a failure."""
+        if self._over:
+            return
+        self._over = True
+        cancelled = error is None or isinstance(error, asyncio.CancelledError)
+        try:
+            await self._session.abandon(self._generation, self, keep=cancelled)
+        finally:
+            self._session.release()

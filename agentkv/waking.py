@@ -1,0 +1,156 @@
+"""A session's way into memory: from its manifest to a live sequence. The way back, the commit, is in `session.py`.
+
+Damage and foreign KV never install anything half: the longest sound prefix of pages is taken, and what is missing stays
+pending, to be recomputed from the stored ids by the next step's prefill. Each such repair is an event of that step.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from agentkv.config import PAGE_TOKENS
+from agentkv.engine import Engine
+from agentkv.errors import IdentityMismatch, StoreDamaged
+from agentkv.heads.base import Head
+from agentkv.memory.manifest import Manifest
+from agentkv.memory.sequence import Sequence
+from agentkv.models import first_difference
+from agentkv.scheduler.lookup import SuffixIndex
+from agentkv.scheduler.phase import Acceptances
+from agentkv.types import Event, Identity, Span
+
+_PART_PAGES = 64
+_KV_FIELDS = frozenset({"weights", "adapter", "config", "dtype", "page_size"})
+
+
+class Sidecar(msgspec.Struct, frozen=True):
+    """The per-commit sidecar: what makes the next rounds fast, never what they say."""
+
+    head: bytes = b""
+    acceptances: Acceptances = msgspec.field(default_factory=Acceptances)
+
+
+@dataclass
+class Awake:
+    """A session in memory."""
+
+    sequence: Sequence
+    head: Head
+    lookup: SuffixIndex
+    acceptances: Acceptances
+    spans: list[Span]
+    loaded: int = 0
+    """KV positions read from the store by waking; reported by the next step."""
+    sound_tokens: int = 0
+    """Tokens whose records in the manifest are still those of the table (recomputed pages get new records)."""
+    events: list[Event] = field(default_factory=list)
+
+
+def check_identity(stored: Identity, engine: Engine) -> Event | None:
+    """Refuse a session of another model or text by name; with on_mismatch="recompute", say what follows instead."""
+    found = first_difference(stored, engine.identity)
+    if found is None:
+        return None
+    name, old, new = found
+    if engine.on_mismatch == "refuse" or stored.tokenizer != engine.identity.tokenizer:
+        if engine.on_mismatch == "recompute":
+            name, old, new = "tokenizer", stored.tokenizer, engine.identity.tokenizer
+        raise IdentityMismatch(name, old, new)
+    if name in _KV_FIELDS:
+        return Event("identity", f"{name} differs: KV is recomputed from the stored token ids")
+    return Event("identity", f"{name} differs: the session goes on over its stored token ids")
+
+
+async def wake(engine: Engine, manifest: Manifest | None) -> Awake:
+    """Load a session's commit (None: a new session) into pages, on the lanes. Raises CapacityError, StoreDamaged."""
+    if manifest is None:
+        return await engine.compute.run(_start, engine, [], [], Sidecar())
+    started = time.perf_counter()
+    contents = await engine.disk.run(engine.store.contents, manifest)
+    sidecar = _read_sidecar(manifest)
+    event = check_identity(manifest.identity, engine)
+    foreign = event is not None and first_kv_difference(manifest.identity, engine.identity)
+    records = [] if foreign else contents.records
+    await engine.make_room(len(records) + 2)
+    awake = await engine.compute.run(_start, engine, contents.token_ids, contents.spans, sidecar)
+    if event is not None:
+        awake.events.append(event)
+    try:
+        await _load(engine, manifest, records, awake, foreign=bool(foreign))
+    except BaseException:
+        await engine.compute.finish(awake.sequence.close)
+        raise
+    awake.loaded = awake.sequence.kv_len
+    awake.sound_tokens = awake.loaded
+    loaded_bytes = awake.loaded * engine.backend.shape.token_bytes
+    if awake.loaded:
+        seconds = time.perf_counter() - started
+        awake.events.append(Event("load", "KV read from the store", awake.loaded, loaded_bytes, seconds))
+    return awake
+
+
+def first_kv_difference(stored: Identity, found: Identity) -> bool:
+    """Whether another model, config, dtype or page size computed the stored KV."""
+    return any(getattr(stored, name) != getattr(found, name) for name in _KV_FIELDS)
+
+
+def _start(engine: Engine, token_ids: list[int], spans: list[Span], sidecar: Sidecar) -> Awake:
+    """An awake session without KV (compute lane)."""
+    backend = engine.backend
+    sequence = Sequence(engine.pool, backend, backend.tail_capacity, engine.store.allot_record, list(token_ids))
+    head = engine.new_head()
+    head.restore(sidecar.head)
+    return Awake(sequence, head, SuffixIndex(token_ids), sidecar.acceptances, list(spans))
+
+
+def _read_sidecar(manifest: Manifest) -> Sidecar:
+    try:
+        return msgspec.msgpack.decode(manifest.sidecar, type=Sidecar) if manifest.sidecar else Sidecar()
+    except msgspec.MsgspecError:
+        return Sidecar()  # of another version: it only saves time
+
+
+async def _load(engine: Engine, manifest: Manifest, records: list[int], awake: Awake, *, foreign: bool) -> None:
+    """Fill the sequence with the longest sound prefix of pages, and with the tail if every page is sound."""
+    pages: list[int] = []
+    sound = True
+    for start in range(0, len(records), _PART_PAGES):
+        part = records[start : start + _PART_PAGES]
+        payloads = await engine.disk.run(engine.store.read_pages, manifest.namespace, engine.codec, part)
+        good = _sound_prefix(payloads, start, awake)
+        pages += await engine.compute.run(_install, engine, good, pages[-1] if pages else None)
+        if len(good) < len(part):
+            sound = False
+            break
+    tail_rows = 0
+    if sound and not foreign and manifest.tail_rows:
+        try:
+            tail = await engine.disk.run(engine.store.read_tail, manifest, engine.codec)
+        except StoreDamaged as error:
+            awake.events.append(Event("repair", f"{error}; recomputed from ids", manifest.tail_rows))
+        else:
+            tail_rows = manifest.tail_rows
+            await engine.compute.run(engine.backend.write_tail, awake.sequence.buffer, tail, tail_rows)
+    await engine.compute.run(awake.sequence.restore, pages, records[: len(pages)], tail_rows)
+    awake.head.truncate(len(pages))
+
+
+def _sound_prefix(payloads: list[np.ndarray | StoreDamaged], start: int, awake: Awake) -> list[np.ndarray]:
+    good: list[np.ndarray] = []
+    for payload in payloads:
+        if isinstance(payload, StoreDamaged):
+            position = (start + len(good)) * PAGE_TOKENS
+            lost = len(awake.sequence.token_ids) - 1 - position
+            awake.events.append(Event("repair", f"{payload}; KV from position {position} on recomputed from ids", lost))
+            break
+        good.append(payload)
+    return good
+
+
+def _install(engine: Engine, payloads: list[np.ndarray], after: int | None) -> list[int]:
+    pages = engine.pool.take(len(payloads), after)
+    for page, payload in zip(pages, payloads, strict=True):
+        engine.backend.write_page(page, payload)
+    return pages
