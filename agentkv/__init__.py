@@ -10,7 +10,7 @@ Importing this package loads neither torch, transformers nor lmdb; opening a man
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from agentkv.config import DecodingConfig, EngineConfig, Every, SpeculationConfig, Tolerant
+from agentkv.config import DecodingConfig, EngineConfig, Every, Mode, SpeculationConfig, Tolerant
 from agentkv.errors import (
     AgentKVError,
     BackendUnavailable,
@@ -63,6 +63,7 @@ __all__ = [
     "InvalidSessionId",
     "Item",
     "ManagerClosed",
+    "Mode",
     "ModelError",
     "ModelNotFound",
     "NotSupported",
@@ -109,7 +110,9 @@ def open(
     `on_mismatch="recompute"`: sessions of another model are recomputed from their token ids instead of refused.
     `progress.update(stage, done, total)` is told about downloads, conversion and the like.
     """
-    return SessionManager(model, store=store, config=config or EngineConfig(), on_mismatch=on_mismatch, progress=progress)
+    return SessionManager(
+        model, store=store, config=config or EngineConfig(), on_mismatch=on_mismatch, progress=progress
+    )
 
 
 def __getattr__(name: str) -> Any:

@@ -44,13 +44,13 @@ async def build_engine(
     reclaim: Callable[[int], Awaitable[None]],
     progress: Progress | None,
 ) -> Engine:
-    """Everything a manager needs, from a model's name and a store's path. `stack` takes it all down, last made first."""
+    """All that a manager needs, from a model's name and a store's path. `stack` takes it down, last made first."""
     threads = config.threads or len(os.sched_getaffinity(0))
     compute = Lane("compute", partial(torch.set_num_threads, threads))
     disk = Lane("disk")
     for lane in (compute, disk):
         stack.push_async_callback(lane.close)
-    store = await disk.run(_open_store, store_path, config)
+    store = await disk.make(_open_store, Store.close, store_path, config)
     stack.push_async_callback(disk.finish, store.close)
     files = await anyio.to_thread.run_sync(partial(resolve, model, progress=progress))
     _check_speculation(config, files)
@@ -67,7 +67,8 @@ async def build_engine(
     backup = Backup(backend, store, codec, disk)
     controller = Controller(calibration.plain)
     executor = Executor(backend, pool, compute, controller, calibration, config, backup, reclaim)
-    transcript = Transcript(tokenizer, vocab=files.shape.vocab, end_ids=end_ids)
+    new_transcript = partial(Transcript, tokenizer, vocab=files.shape.vocab, end_ids=end_ids)
+    transcript = await anyio.to_thread.run_sync(new_transcript)
     stack.push_async_callback(anyio.to_thread.run_sync, transcript.close)
     await _start(stack, backup.serve(), "agentkv-backup")
     await _start(stack, executor.serve(), "agentkv-executor")

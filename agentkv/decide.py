@@ -12,7 +12,7 @@ from agentkv.generation import Generation
 from agentkv.proposers import chunk_end
 from agentkv.rounds import RoundTimes, Work
 from agentkv.scheduler.phase import Controller, Decision, SequenceState
-from agentkv.types import Event, ModelShape
+from agentkv.types import ModelShape
 
 
 def next_works(running: Iterable[Generation], chunk: int) -> list[Work]:
@@ -38,9 +38,7 @@ def _recompute_if_due(generation: Generation) -> None:
         return
     due = sequence.provisional >= generation.speculation.recompute_tokens
     if due or generation.finish_reason is not None or not generation.unverified_next:
-        reason = "unverified KV replaced by a full-attention forward"
-        generation.note(Event("recompute", reason, tokens=sequence.drop_provisional()))
-        generation.head.truncate(len(sequence.table))
+        generation.begin_recompute()
 
 
 def decide(works: Sequence[Work], controller: Controller, calibration: Calibration | None, shape: ModelShape) -> None:

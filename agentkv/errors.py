@@ -1,29 +1,29 @@
 """The exception tree. Everything agentkv raises on purpose is an `AgentKVError`.
 
-    AgentKVError
-    ├── InvalidInput (ValueError)        an argument or option that can never work
-    │   └── InvalidSessionId
-    ├── NotSupported                     a documented option that this version does not have
-    ├── ModelError
-    │   ├── ModelNotFound                no such directory, id or file
-    │   ├── UnsupportedModel             its layers, files or config cannot be run correctly
-    │   └── BackendUnavailable           nothing here serves this device, dtype or shape
-    ├── TemplateError                    the chat template cannot render these items
-    ├── SessionError
-    │   ├── SessionNotFound
-    │   ├── SessionBusy                  another step is writing to it
-    │   ├── StaleHead                    `expect=` is not the session's head
-    │   ├── CheckpointExpired            no longer kept
-    │   └── ContextOverflow              the step would pass the model's context
-    ├── CapacityError                    the KV pool cannot hold it
-    ├── IdentityMismatch                 stored under another model, tokenizer, template or format
-    ├── StoreError
-    │   ├── StoreFull                    the previous commit stands
-    │   ├── StoreLocked                  another writer holds it
-    │   ├── StoreForked                  used in a forked child
-    │   ├── StoreUnsafe                  owner, permissions or file system
-    │   └── StoreDamaged                 bytes that fail their checksum
-    └── ManagerClosed
+AgentKVError
+├── InvalidInput (ValueError)        an argument or option that can never work
+│   └── InvalidSessionId
+├── NotSupported                     a documented option that this version does not have
+├── ModelError
+│   ├── ModelNotFound                no such directory, id or file
+│   ├── UnsupportedModel             its layers, files or config cannot be run correctly
+│   └── BackendUnavailable           nothing here serves this device, dtype or shape
+├── TemplateError                    the chat template cannot render these items
+├── SessionError
+│   ├── SessionNotFound
+│   ├── SessionBusy                  another step is writing to it
+│   ├── StaleHead                    `expect=` is not the session's head
+│   ├── CheckpointExpired            no longer kept
+│   └── ContextOverflow              the step would pass the model's context
+├── CapacityError                    the KV pool cannot hold it
+├── IdentityMismatch                 stored under another model, tokenizer, template or format
+├── StoreError
+│   ├── StoreFull                    the previous commit stands
+│   ├── StoreLocked                  another writer holds it
+│   ├── StoreForked                  used in a forked child
+│   ├── StoreUnsafe                  owner, permissions or file system
+│   └── StoreDamaged                 bytes that fail their checksum
+└── ManagerClosed
 """
 
 

@@ -46,7 +46,7 @@ class Counters:
         self.accepted += accepted
 
 
-@dataclass
+@dataclass(eq=False)
 class Generation:
     """A sequence, the rules of this step, and its progress. `limit` is the sequence length it may not pass."""
 
@@ -81,6 +81,7 @@ class Generation:
         self.scored_len = 0
         """Positions there were when pages were last scored."""
         self.draft_buffer: object | None = None
+        self._recompute: tuple[int, float] | None = None
         self._outbox: deque[Text | Round] = deque()
         self._changed = anyio.Event()
         self._over = False
@@ -200,6 +201,20 @@ class Generation:
             return "stop"
         full = len(self.sequence.token_ids) + new >= self.limit
         return "length" if full or len(self.emitted) + new >= self.decoding.max_new_tokens else None
+
+    def begin_recompute(self) -> None:
+        """Unverified KV goes back to pending tokens; `end_recompute` puts the price into the trace."""
+        tokens = self.sequence.drop_provisional()
+        self.head.truncate(len(self.sequence.table))
+        self._recompute = (tokens, time.perf_counter())
+
+    def end_recompute(self) -> None:
+        """To be called after each round: notes the recomputation that has come to its end, if one has."""
+        if self._recompute is not None and (self.complete or self.decoding_now):
+            tokens, started = self._recompute
+            self._recompute = None
+            reason = "unverified KV replaced by a full-attention forward"
+            self.note(Event("recompute", reason, tokens, seconds=time.perf_counter() - started))
 
     def note(self, event: Event) -> None:
         """Nothing is silent: put it into the step's trace."""

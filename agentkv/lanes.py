@@ -57,6 +57,12 @@ class Lane:
 
         Cancelled before the thread has begun, the call is withdrawn; afterwards its end is awaited first.
         """
+        return await self.make(function, None, *args, **kwargs)
+
+    async def make(
+        self, function: Callable[P, R], undo: Callable[[R], object] | None, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Like `run`, for a call that takes or opens something: what a cancelled caller cannot get is undone."""
         if self._closed:
             raise ManagerClosed(f"the {self.name} lane has been closed")
         future = self._pool.submit(function, *args, **kwargs)
@@ -65,6 +71,8 @@ class Lane:
         except asyncio.CancelledError:
             if not future.cancelled():
                 await settled(asyncio.wrap_future(future))
+                if undo is not None and future.exception() is None:
+                    await self.finish(undo, future.result())
             raise
 
     async def finish(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,4 +1,4 @@
-"""The session manager: what `agentkv.open` gives. It owns the engine's parts, their lanes and tasks, and the open sessions.
+"""The session manager: what `agentkv.open` gives. It owns the engine and the open sessions.
 
 `building.py` makes the parts, off the loop; importing this file is light, so the heavy imports happen there too.
 """
@@ -52,20 +52,25 @@ class SessionManager:
         self._engine: Engine | None = None
         self._sessions: dict[tuple[str, str], Session] = {}
         self._used = False
+        self._closing = False
+        self._closed_once = anyio.Lock()
 
     async def __aenter__(self) -> Self:
         """Load the model, open the store, start the loop. Raises ModelError, StoreError, IdentityMismatch."""
         if self._used:
             raise ManagerClosed("a manager is entered once: call agentkv.open again")
         self._used = True
-        async with AsyncExitStack() as stack:
+        stack = self._stack
+        try:
             path = await self._store_path(stack)
             building = await anyio.to_thread.run_sync(_import_building)
             self._engine = await building.build_engine(
                 stack, self.model, path, self.config, self._on_mismatch, self._make_room, self._reclaim, self._progress
             )
-            stack.push_async_callback(self._close_sessions)
-            self._stack = stack.pop_all()
+        except BaseException:
+            await shielded(stack.aclose())
+            raise
+        stack.push_async_callback(self._close_sessions)
         return self
 
     async def __aexit__(
@@ -74,10 +79,16 @@ class SessionManager:
         await self.close()
 
     async def close(self) -> None:
-        """Cancel steps in flight, close sessions, end the lanes, close the store. Idempotent."""
-        stack, self._stack = self._stack, AsyncExitStack()
-        await shielded(stack.aclose())
-        self._engine = None
+        """Cancel steps in flight (they raise ManagerClosed), close sessions, lanes and the store. Idempotent."""
+        self._closing = True
+        await shielded(self._close())
+
+    async def _close(self) -> None:
+        async with self._closed_once:  # a second caller waits for the first
+            try:
+                await self._stack.aclose()
+            finally:
+                self._engine = None
 
     def session(
         self,
@@ -137,7 +148,7 @@ class SessionManager:
 
     async def _store_path(self, stack: AsyncExitStack) -> Path:
         if self._store is not None:
-            return Path(self._store).expanduser()
+            return await anyio.to_thread.run_sync(Path(self._store).expanduser)
         directory = await anyio.to_thread.run_sync(lambda: tempfile.TemporaryDirectory(prefix="agentkv-"))
         stack.push_async_callback(anyio.to_thread.run_sync, directory.cleanup)
         _log.warning("no store= was given: sessions live in %s and are deleted on close", directory.name)
@@ -145,7 +156,8 @@ class SessionManager:
 
     async def _reclaim(self, pages: int) -> None:
         """Put idle sessions to sleep, the longest unused first, until `pages` more are free or none is left."""
-        engine = self._require_engine()
+        engine = self._engine
+        assert engine is not None
         goal = engine.pool.free + pages
         for session in sorted(self._sessions.values(), key=lambda session: session.last_used):
             if engine.pool.free >= goal:
@@ -154,7 +166,8 @@ class SessionManager:
 
     async def _make_room(self, pages: int) -> None:
         """Pages for a session that wakes. Raises CapacityError."""
-        engine = self._require_engine()
+        engine = self._engine
+        assert engine is not None
         if engine.executor.spare_pages < pages:
             await self._reclaim(pages - engine.executor.spare_pages)
         if engine.executor.spare_pages < pages:
@@ -165,11 +178,11 @@ class SessionManager:
 
     async def _close_sessions(self) -> None:
         for session in list(self._sessions.values()):
-            await session.close()
+            await session.close(ManagerClosed("the manager has been closed"))
         self._sessions.clear()
 
     def _require_engine(self) -> "Engine":
-        if self._engine is None:
+        if self._engine is None or self._closing:
             raise ManagerClosed("the manager is not open: use `async with agentkv.open(...)`")
         return self._engine
 

@@ -18,7 +18,9 @@ from typing import Any
 
 from agentkv.errors import TemplateError
 
-_MEMORY_BYTES = 1 << 30  # the child needs 0.2 GB of address space; what is above that is the template's
+_MEMORY_BYTES = (
+    1 << 30
+)  # of address space, for the templates: what the child's imports take (more on many cores) is not counted
 
 # The parent's import path is handed over, so that the child finds the same packages however the parent found them.
 _CHILD = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from agentkv.rendering import _serve; _serve()"
@@ -75,7 +77,7 @@ class Renderer:
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # an interrupt typed at the terminal is the parent's business
         )
-        self._stop = weakref.finalize(self, _end, self._child)
+        self._stop = weakref.finalize(self, _end, self._child, os.getpid())
         assert self._child.stdin is not None
         self._child.stdin.write(json.dumps(self._setup).encode() + b"\n")
         self._child.stdin.flush()
@@ -98,7 +100,9 @@ class Renderer:
         return {"error": f"the process that renders the chat template ended with code {code}"}
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
+def _end(child: subprocess.Popen[bytes], owner: int) -> None:
+    if os.getpid() != owner:  # a forked copy of the owner is exiting: the child is not its own
+        return
     child.kill()
     child.wait()
     for pipe in (child.stdin, child.stdout):
@@ -117,7 +121,9 @@ def _serve() -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     setup = json.loads(requests.readline())
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    with open("/proc/self/statm") as file:
+        own = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (own + _MEMORY_BYTES, own + _MEMORY_BYTES))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     for line in requests:
         conversations = json.loads(line)
@@ -132,6 +138,7 @@ def _serve() -> None:
             )[0]
             if sum(map(len, texts)) > setup["size_limit"]:
                 raise ValueError(f"it wrote more than {setup['size_limit']} characters")
+            "".join(texts).encode()  # half a surrogate pair is no text
             answer = {"texts": texts}
         except MemoryError:
             answer = {"error": f"the chat template used more than {_MEMORY_BYTES >> 20} MiB"}

@@ -21,7 +21,7 @@ from agentkv.scheduler.phase import Decision, SequenceState
 from agentkv.types import Round
 
 
-@dataclass
+@dataclass(eq=False)
 class Work:
     """What one generation does in a round.
 
@@ -90,7 +90,8 @@ def run_round(backend: Backend, works: Sequence[Work]) -> RoundTimes:
 def _propose(backend: Backend, works: Sequence[Work]) -> list[Forward]:
     forwards = []
     while True:
-        asked = [(work, segment) for work in works if (segment := work.proposer.segment()) is not None]
+        sound = [work for work in works if work.generation.error is None]
+        asked = [(work, segment) for work in sound if (segment := work.proposer.segment()) is not None]
         if not any(segment.draft is not None for _, segment in asked):
             return forwards
         logits, forward = _forward(backend, [segment for _, segment in asked])
@@ -106,7 +107,12 @@ def _verify(backend: Backend, works: Sequence[Work]) -> list[Forward]:
     parts = [work for work in works if _plan_verification(work)]
     if not parts:
         return []
-    logits, forward = _forward(backend, [work.segment for work in parts if work.segment])
+    try:
+        logits, forward = _forward(backend, [work.segment for work in parts if work.segment])
+    except BaseException:
+        for work in parts:
+            _give_back_pages(work)
+        raise
     for work, rows in zip(parts, logits, strict=True):
         with _own_failure(work):
             if work.chunk_end is not None:
@@ -141,6 +147,12 @@ def _finish_chunk(work: Work) -> None:
     work.generation.counters.prefilled += len(segment.tokens)
 
 
+def _give_back_pages(work: Work) -> None:
+    """The forward that should have filled a chunk's pages failed."""
+    if work.segment is not None and work.segment.into is not None:
+        work.generation.sequence.pool.release(work.segment.into)
+
+
 def _accept(work: Work, rows: torch.Tensor) -> None:
     """Keep the longest matching prefix of the drafts and the bonus token; seal what has filled."""
     generation, sequence, segment = work.generation, work.generation.sequence, work.segment
@@ -173,6 +185,7 @@ def _conclude(work: Work, seconds: float) -> None:
         if work.verified:
             generation.acceptances.observe_sparse(len(drafts) * (decision.kind == "sparse"), work.accepted)
             generation.acceptances.observe_lookup(*work.shadow, work.emitted)
+    generation.end_recompute()
     rows = len(work.segment.tokens) if work.segment and decision is None else len(work.emitted)
     generation.tell(Round(decision.kind if decision else "prefill", rows, len(drafts), work.accepted, seconds))
 

@@ -8,13 +8,14 @@ import time
 from collections.abc import Sequence as Items
 from typing import Literal
 
+import anyio
 import msgspec
 import numpy as np
 import xxhash
 
 from agentkv.config import MODES, PAGE_TOKENS, DecodingConfig, Every, Mode, Tolerant
 from agentkv.engine import Engine
-from agentkv.errors import InvalidInput, SessionBusy, SessionNotFound, StaleHead
+from agentkv.errors import AgentKVError, InvalidInput, SessionBusy, SessionError, SessionNotFound, StaleHead
 from agentkv.generation import Generation
 from agentkv.lanes import shielded
 from agentkv.memory.keys import checkpoint_name
@@ -45,7 +46,9 @@ class Session:
         self._manifest: Manifest | None = None
         self._awake: Awake | None = None
         self._stream: Stream | None = None
+        self._waking = anyio.Lock()
         self._opened = False
+        self._closed_by: AgentKVError | None = None
 
     # The handle
 
@@ -140,14 +143,25 @@ class Session:
         """Let go of all memory; the next step loads the last commit. No effect while a step is in flight."""
         if self._awake is not None and not self.busy:
             awake, self._awake = self._awake, None
-            await self._engine.compute.finish(awake.sequence.close)
+            await shielded(self._let_go(awake))
 
-    async def close(self) -> None:
-        """Cancel a step in flight and let go of all memory. Idempotent."""
+    async def _let_go(self, awake: Awake) -> None:
+        await self._engine.backup.drop(self.namespace, awake.sequence.table.records[awake.committed_pages :])
+        await self._engine.compute.run(awake.sequence.close)
+
+    async def close(self, reason: AgentKVError | None = None) -> None:
+        """Cancel a step in flight (it raises `reason`) and let go of all memory. Idempotent."""
         self._opened = False
-        if self._stream is not None:
-            await self._stream.aclose()
-        await self.sleep()
+        self._closed_by = self._closed_by or reason or SessionError(f"session {self.id!r} has been closed")
+        try:
+            if self._stream is not None:
+                await self._stream.interrupt(self._closed_by)
+        finally:
+            await shielded(self._sleep_for_good())
+
+    async def _sleep_for_good(self) -> None:
+        async with self._waking:
+            await self.sleep()
 
     # What a stream does with its session
 
@@ -193,6 +207,7 @@ class Session:
         manifest = await engine.disk.run(engine.store.commit, commit)
         self._manifest = manifest
         awake.spans, awake.sound_tokens = spans, manifest.kv_durable_len
+        awake.committed_pages, awake.loaded, awake.events = len(commit.records), 0, []
         return manifest
 
     async def _prepare_commit(self, awake: Awake, generation: Generation, spans: list[Span]) -> Commit:
@@ -224,22 +239,29 @@ class Session:
             created_at=time.time(),
         )
 
-    async def abandon(self, generation: Generation | None, stream: Stream, *, keep: bool) -> None:
-        """End a step that was not seen through: keep what is verified if `keep` and `on_cancel` say so, else go back
-        to the last commit. Runs to its end whatever happens to the caller."""
-        await shielded(self._abandon(generation, stream, keep and self._on_cancel == "keep"))
+    async def abandon(self, generation: Generation | None, stream: Stream, *, keep: bool) -> StepResult | None:
+        """End a step that was not seen through: keep what is verified if `keep` and `on_cancel` say so (its result is
+        returned), else, or where that fails, go back to the last commit. Must not be cancelled."""
+        kept = None
+        try:
+            if generation is not None:
+                await self._engine.executor.withdraw(generation)
+                wanted = keep and self._on_cancel == "keep" and generation.error is None
+                if wanted and generation.emitted and not self._is_committed():
+                    kept = await self._keep(generation, stream)
+        finally:
+            if kept is None:
+                await self._rollback()
+        return kept
 
-    async def _abandon(self, generation: Generation | None, stream: Stream, keep: bool) -> None:
-        if generation is not None:
-            await self._engine.executor.withdraw(generation)
-            if keep and generation.emitted and generation.error is None and not self._is_committed():
-                generation.cut_short()
-                if not generation.complete:  # unverified KV is recomputed first
-                    self._engine.executor.submit(generation)
-                    await generation.released()
-                await self.commit(generation, stream)
-                return
-        await self._rollback()
+    async def _keep(self, generation: Generation, stream: Stream) -> StepResult:
+        generation.cut_short()
+        if not generation.complete:  # unverified KV is recomputed first
+            self._engine.executor.submit(generation)
+            await generation.released()
+            if generation.error is not None:
+                raise generation.error
+        return await self.commit(generation, stream)
 
     def _is_committed(self) -> bool:
         assert self._awake is not None
@@ -256,13 +278,14 @@ class Session:
         await engine.compute.run(_truncate, awake, tokens, kv_len)
 
     async def _wake(self) -> Awake:
-        if self._awake is None:
-            self._awake = await wake(self._engine, self._manifest)
-        return self._awake
+        async with self._waking:
+            if self._awake is None:
+                self._awake = await wake(self._engine, self._manifest)
+            return self._awake
 
     def _require_free(self) -> None:
         if not self._opened:
-            raise SessionBusy(f"session {self.id!r} is not open: use it inside `async with manager.session(...)`")
+            raise self._closed_by or SessionError(f"session {self.id!r} is not open: use `async with`")
         if self._stream is not None:
             raise SessionBusy(f"session {self.id!r} has a step in flight")
 

@@ -41,7 +41,6 @@ async def new_generation(engine: Engine, namespace: str, awake: Awake, stream: "
         )
     cached = awake.sequence.kv_len - awake.loaded
     stream.start_from(delta.shifted(len(token_ids)), cached, awake.loaded, carry=last is not None)
-    events, awake.events, awake.loaded = awake.events, [], 0
     seed = secrets.randbits(64) if stream.seed is None else stream.seed
     sampler = Sampler(stream.decoding, seed, shape.vocab)
     build: Callable[[], Generation] = lambda: Generation(  # noqa: E731
@@ -58,7 +57,7 @@ async def new_generation(engine: Engine, namespace: str, awake: Awake, stream: "
         acceptances=awake.acceptances,
         end_ids=engine.end_ids,
         limit=shape.max_positions,
-        events=list(events),
+        events=list(awake.events),
         started=stream.started,
     )
     return await engine.compute.run(_append_and_build, awake, delta.token_ids, build)

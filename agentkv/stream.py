@@ -5,21 +5,31 @@ task that leaves (PEP 789).
 """
 
 import asyncio
+import logging
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+import anyio
+
 from agentkv.config import DecodingConfig, Every, Mode, Tolerant
+from agentkv.errors import AgentKVError
 from agentkv.generation import Generation
+from agentkv.lanes import shielded
 from agentkv.transcript import Delta, StepInput
 from agentkv.types import Done, StepResult, StreamEvent
 
 if TYPE_CHECKING:
     from agentkv.session import Session
 
+_log = logging.getLogger("agentkv.stream")
+
 
 class Stream:
-    """`async with session.stream(...) as stream: async for event in stream`. After Done, `result` is set."""
+    """`async with session.stream(...) as stream: async for event in stream`.
+
+    `result` is set after Done, and after a step that was cancelled and kept.
+    """
 
     def __init__(
         self,
@@ -51,6 +61,9 @@ class Stream:
         self._generation: Generation | None = None
         self._entered = False
         self._over = False
+        self._changing = anyio.Lock()
+        """Held while the session changes: begin, commit, and the end of an unfinished step."""
+        self._interruption: AgentKVError | None = None
 
     def start_from(self, delta: Delta, cached: int, loaded: int, *, carry: bool) -> None:
         """What the step builds on: KV positions in memory, those that waking has just loaded, and the carry."""
@@ -62,7 +75,9 @@ class Stream:
         self.started = time.perf_counter()
         self._session.acquire(self, self._expect)
         try:
-            self._generation = await self._session.begin(self)
+            async with self._changing:
+                self._generation = await self._session.begin(self)
+            self._raise_if_interrupted()
         except BaseException as error:
             await self._leave(error)
             raise
@@ -73,21 +88,23 @@ class Stream:
 
     async def __anext__(self) -> StreamEvent:
         """The next event; raises what made the step fail, once, after it has been rolled back."""
-        if self._over:
-            raise StopAsyncIteration
-        assert self._generation is not None, "a stream is iterated inside `async with`"
-        try:
-            update = await self._generation.next_update()
-            if update is not None:
-                return update
-            assert self.delta is not None
-            self.result = await self._session.commit(self._generation, self)
-        except BaseException as error:
-            await self._leave(error)
-            raise
-        self._over = True
-        self._session.release()
-        return Done(self.result)
+        if not self._over:
+            assert self._generation is not None, "a stream is iterated inside `async with`"
+            try:
+                update = await self._generation.next_update()
+                if update is not None:
+                    return update
+                async with self._changing:
+                    if not self._over:
+                        self.result = await self._session.commit(self._generation, self)
+                        self._over, self._interruption = True, None
+                        self._session.release()
+                        return Done(self.result)
+            except BaseException as error:
+                await self._leave(error)
+                raise
+        self._raise_if_interrupted()
+        raise StopAsyncIteration
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -98,13 +115,36 @@ class Stream:
         """Cancel the step if it has not been committed. Idempotent."""
         await self._leave(None)
 
+    async def interrupt(self, error: AgentKVError) -> None:
+        """Cancel the step from another task, wherever its own task is; there, the next await raises `error`."""
+        if not self._over:
+            self._interruption = error
+            await self._leave(None)
+
+    def _raise_if_interrupted(self) -> None:
+        if self._interruption is not None:
+            error, self._interruption = self._interruption, None
+            raise error
+
     async def _leave(self, error: BaseException | None) -> None:
         """End the step unfinished: by cancellation or by being left early (None), or by a failure."""
-        if self._over:
-            return
-        self._over = True
-        cancelled = error is None or isinstance(error, asyncio.CancelledError)
+        cancelled = isinstance(error, asyncio.CancelledError)
         try:
-            await self._session.abandon(self._generation, self, keep=cancelled)
-        finally:
-            self._session.release()
+            await shielded(self._end(keep=cancelled or error is None))
+        except AgentKVError:
+            if not cancelled:
+                raise
+            # A cancellation is never replaced by another error: the session is at its last commit, and `head` tells.
+            _log.exception("a cancelled step could not be kept")
+
+    async def _end(self, *, keep: bool) -> None:
+        async with self._changing:
+            if self._over:
+                return
+            self._over = True
+            try:
+                self.result = await self._session.abandon(self._generation, self, keep=keep)
+            finally:
+                self._session.release()
+                if self._generation is not None:
+                    self._generation.publish(over=True)  # whoever still waits for an update

@@ -9,7 +9,7 @@ ids to text, is `detokenize.py`.
 import bisect
 import operator
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -48,10 +48,10 @@ def end_token_ids(tokenizer: Any, generation_config: Any, config: Mapping[str, A
 class Transcript:
     """Deltas for one model. Sync and blocking (the template runs in a child process): call it in a thread.
 
-    Special tokens written out in an item's content stay text: the content is broken inside each of them and the
-    parts are encoded apart, so nothing a user or a tool says can end a turn or open another. This concerns the
+    Special tokens written out in an item stay text: its words are broken inside each of them and the parts are
+    encoded apart, so nothing a user or a tool says can end a turn or open another. This concerns the
     tokenizer's special tokens; its other added tokens (`<think>` in some vocabularies) are ordinary vocabulary. A
-    special token of a single character cannot be broken and is refused in content.
+    special token of a single character cannot be broken and is refused.
     """
 
     def __init__(
@@ -71,12 +71,13 @@ class Transcript:
         self._vocab = vocab
         self._end_ids = frozenset(end_ids)
         added = tokenizer.added_tokens_decoder
-        specials = sorted((t.content for t in added.values() if t.special and t.content), key=len, reverse=True)
+        control = [t for i, t in added.items() if (t.special or i in self._end_ids) and t.content]
+        specials = sorted((t.content for t in control), key=len, reverse=True)
         self._special = re.compile(f"(?=(?:{'|'.join(map(re.escape, specials))}))(.)", re.DOTALL) if specials else None
         self._single = [s for s in specials if len(s) == 1]
         # Text in the middle of a conversation is encoded behind a special token, which keeps a vocabulary from
         # treating it as a beginning. One that swallows the white space beside it would change the text.
-        plain = [t.content for t in added.values() if t.special and t.content and not (t.lstrip or t.rstrip)]
+        plain = [t.content for t in control if not (t.lstrip or t.rstrip or t.single_word)]
         self._anchor = plain[0] if plain else ""
         self._renderer: Renderer | None = None
         try:
@@ -106,12 +107,13 @@ class Transcript:
             self._check(ids)
             return Delta(ids, (Span(f"item-{first_item}", "user", 0, len(ids)),))
         items = _as_items(given)
-        self._refuse_unbreakable(items)
-        contents = [item.content for item in items]
-        break_mark = _absent(contents, map(chr, range(0xE000, 0xF8FF)))
-        name = _absent(contents, (f"agentkv{n}z" for n in range(10**9)))
-        contents = [self._special.sub(rf"\1{break_mark}", c) if self._special else c for c in contents]
-        text, marked = self._render(items, contents, name, started)
+        said = [text for item in items for text in (item.content, item.name, item.id) if text]
+        self._refuse_unbreakable(said)
+        break_mark = _absent(said, map(chr, range(0xE000, 0xF8FF)))
+        name = _absent(said, (f"agentkv{n}z" for n in range(10**9)))
+        messages = [self._message(item, break_mark) for item in items]
+        contents = [message["content"] for message in messages]
+        text, marked = self._render(messages, name, started)
         places = _places(text, marked, name, contents)
         ids, offsets = self._encode(text, break_mark, started)
         dropped = self._closed_already(ids, offsets, text) if last_token in self._end_ids else 0
@@ -124,16 +126,24 @@ class Transcript:
                 spans.append(Span(item.id or f"item-{number}", item.role, start, stop))
         return Delta(ids, tuple(spans))
 
-    def _render(self, items: Sequence[Item], contents: Sequence[str], name: str, started: bool) -> tuple[str, str]:
+    def _message(self, item: Item, break_mark: str) -> dict[str, str]:
+        """The item as templates know it, its words broken inside every special token."""
+        message = {"role": str(item.role), "content": item.content}
+        if item.name is not None:
+            message["name"] = item.name
+        if item.role == "tool" and item.id is not None:
+            message["tool_call_id"] = item.id
+        if self._special is None:
+            return message
+        return {key: self._special.sub(rf"\1{break_mark}", text) for key, text in message.items()}
+
+    def _render(self, messages: Sequence[dict[str, str]], name: str, started: bool) -> tuple[str, str]:
         """The delta's text, and the same with item i's content replaced by `name` + i + "z": where contents lie."""
         if self._renderer is None:
             raise TemplateError(f"only token ids can be appended here: {self._no_template}")
         history = [{"role": "user", "content": "."}, {"role": "assistant", "content": name}] if started else []
-        marks = [f"{name}{i}z" for i in range(len(items))]
-        conversations = [
-            history + [_message(item, c) for item, c in zip(items, column, strict=True)] for column in (contents, marks)
-        ]
-        texts = self._renderer.render(conversations)
+        marked = [{**message, "content": f"{name}{i}z"} for i, message in enumerate(messages)]
+        texts = self._renderer.render([[*history, *messages], [*history, *marked]])
         if started:
             # The contents hold no `name`; the marks do, behind the placeholder, hence the search for the first.
             cuts = [text.find(name) for text in texts]
@@ -164,10 +174,10 @@ class Transcript:
                 return index + 1 if not text[: offsets[index][0]].strip() else 0
         return 0
 
-    def _refuse_unbreakable(self, items: Sequence[Item]) -> None:
+    def _refuse_unbreakable(self, said: Sequence[str]) -> None:
         for special in self._single:
-            if any(special in item.content for item in items):
-                raise InvalidInput(f"content holds the special token {special!r}, which cannot be made plain text")
+            if any(special in text for text in said):
+                raise InvalidInput(f"an item holds the special token {special!r}, which cannot be made plain text")
 
     def _check(self, ids: Sequence[int]) -> None:
         if not ids:
@@ -203,27 +213,18 @@ def _as_items(given: Any) -> list[Item]:
         raise InvalidInput("nothing to append: the input is empty")
     for item in items:
         try:
-            item.content.encode()
+            "".join((item.content, item.name or "", item.id or "")).encode()
         except UnicodeEncodeError:
-            raise InvalidInput("content holds half of a surrogate pair, which is no text") from None
+            raise InvalidInput("an item holds half of a surrogate pair, which is no text") from None
     return items
 
 
-def _message(item: Item, content: str) -> dict[str, str]:
-    message = {"role": item.role, "content": content}
-    if item.name is not None:
-        message["name"] = item.name
-    if item.role == "tool" and item.id is not None:
-        message["tool_call_id"] = item.id
-    return message
-
-
-def _absent(contents: Sequence[str], candidates: Any) -> str:
-    """The first candidate that no content holds: a mark that the input cannot forge."""
+def _absent(said: Sequence[str], candidates: Iterable[str]) -> str:
+    """The first candidate that nothing said contains: a mark that the input cannot forge."""
     for candidate in candidates:
-        if not any(candidate in content for content in contents):
+        if not any(candidate in text for text in said):
             return candidate
-    raise InvalidInput("content holds every private-use character")
+    raise InvalidInput("the input holds every private-use character")
 
 
 def _tokens_in(offsets: list[tuple[int, int]], place: tuple[int, int]) -> tuple[int, int]:

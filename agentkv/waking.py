@@ -42,7 +42,9 @@ class Awake:
     acceptances: Acceptances
     spans: list[Span]
     loaded: int = 0
-    """KV positions read from the store by waking; reported by the next step."""
+    """KV positions read from the store by waking; reported by the next committed step, as are the events."""
+    committed_pages: int = 0
+    """Leading pages whose records the last commit names; those behind are written ahead, or queued for it."""
     sound_tokens: int = 0
     """Tokens whose records in the manifest are still those of the table (recomputed pages get new records)."""
     events: list[Event] = field(default_factory=list)
@@ -66,7 +68,7 @@ def check_identity(stored: Identity, engine: Engine) -> Event | None:
 async def wake(engine: Engine, manifest: Manifest | None) -> Awake:
     """Load a session's commit (None: a new session) into pages, on the lanes. Raises CapacityError, StoreDamaged."""
     if manifest is None:
-        return await engine.compute.run(_start, engine, [], [], Sidecar())
+        return await engine.compute.make(_start, _close, engine, [], [], Sidecar())
     started = time.perf_counter()
     contents = await engine.disk.run(engine.store.contents, manifest)
     sidecar = _read_sidecar(manifest)
@@ -74,16 +76,17 @@ async def wake(engine: Engine, manifest: Manifest | None) -> Awake:
     foreign = event is not None and first_kv_difference(manifest.identity, engine.identity)
     records = [] if foreign else contents.records
     await engine.make_room(len(records) + 2)
-    awake = await engine.compute.run(_start, engine, contents.token_ids, contents.spans, sidecar)
+    awake = await engine.compute.make(_start, _close, engine, contents.token_ids, contents.spans, sidecar)
     if event is not None:
         awake.events.append(event)
     try:
         await _load(engine, manifest, records, awake, foreign=bool(foreign))
     except BaseException:
-        await engine.compute.finish(awake.sequence.close)
+        await engine.compute.finish(_close, awake)
         raise
     awake.loaded = awake.sequence.kv_len
     awake.sound_tokens = awake.loaded
+    awake.committed_pages = len(awake.sequence.table)
     loaded_bytes = awake.loaded * engine.backend.shape.token_bytes
     if awake.loaded:
         seconds = time.perf_counter() - started
@@ -114,27 +117,24 @@ def _read_sidecar(manifest: Manifest) -> Sidecar:
 
 async def _load(engine: Engine, manifest: Manifest, records: list[int], awake: Awake, *, foreign: bool) -> None:
     """Fill the sequence with the longest sound prefix of pages, and with the tail if every page is sound."""
-    pages: list[int] = []
-    sound = True
+    sequence, sound = awake.sequence, True
     for start in range(0, len(records), _PART_PAGES):
         part = records[start : start + _PART_PAGES]
         payloads = await engine.disk.run(engine.store.read_pages, manifest.namespace, engine.codec, part)
         good = _sound_prefix(payloads, start, awake)
-        pages += await engine.compute.run(_install, engine, good, pages[-1] if pages else None)
+        await engine.compute.run(_install, engine, sequence, good, part)
         if len(good) < len(part):
             sound = False
             break
-    tail_rows = 0
     if sound and not foreign and manifest.tail_rows:
         try:
             tail = await engine.disk.run(engine.store.read_tail, manifest, engine.codec)
         except StoreDamaged as error:
             awake.events.append(Event("repair", f"{error}; recomputed from ids", manifest.tail_rows))
         else:
-            tail_rows = manifest.tail_rows
-            await engine.compute.run(engine.backend.write_tail, awake.sequence.buffer, tail, tail_rows)
-    await engine.compute.run(awake.sequence.restore, pages, records[: len(pages)], tail_rows)
-    awake.head.truncate(len(pages))
+            await engine.compute.run(engine.backend.write_tail, sequence.buffer, tail, manifest.tail_rows)
+            sequence.restore([], [], manifest.tail_rows)
+    awake.head.truncate(len(sequence.table))
 
 
 def _sound_prefix(payloads: list[np.ndarray | StoreDamaged], start: int, awake: Awake) -> list[np.ndarray]:
@@ -149,8 +149,13 @@ def _sound_prefix(payloads: list[np.ndarray | StoreDamaged], start: int, awake: 
     return good
 
 
-def _install(engine: Engine, payloads: list[np.ndarray], after: int | None) -> list[int]:
-    pages = engine.pool.take(len(payloads), after)
+def _install(engine: Engine, sequence: Sequence, payloads: list[np.ndarray], records: list[int]) -> None:
+    """Take pages for a part; they are the sequence's at once, so that whatever happens next gives them back."""
+    pages = engine.pool.take(len(payloads), sequence.table.last)
+    sequence.restore(pages, records[: len(pages)], 0)
     for page, payload in zip(pages, payloads, strict=True):
         engine.backend.write_page(page, payload)
-    return pages
+
+
+def _close(awake: Awake) -> None:
+    awake.sequence.close()

@@ -21,9 +21,9 @@ Runs = tuple[tuple[int, int], ...]
 class Segment:
     """One sequence's rows in a packed forward.
 
-    `tokens` start at `position`; their K and V are written to the tail buffer from row `tail_rows` on, or, for a prefill
-    chunk, together with the tail's rows to the pages `into`. Attention reads the sealed pages `runs` (or, in layers that
-    are not dense, the gathered `draft`), then the tail causally. `logits` and `scored` count trailing rows.
+    `tokens` start at `position`; their K and V are written to the tail buffer from row `tail_rows` on, or, for a
+    prefill chunk, together with the tail's rows to the pages `into`. Attention reads the sealed pages `runs` (or, in
+    layers that are not dense, the gathered `draft`), then the tail causally. `logits` and `scored` count trailing rows.
     """
 
     tokens: Sequence[int]

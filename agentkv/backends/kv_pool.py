@@ -1,4 +1,4 @@
-"""The bytes of pages and tails in CPU memory, laid out for views: `[layer][kv_head][page][position][dim]`, K and V apart.
+"""Bytes of pages and tails in CPU memory, laid out for views: `[layer][kv_head][page][position][dim]`, K and V apart.
 
 A run of neighbouring pages is a view `[kv_heads, 16 * count, dim]` of a layer without a copy. The pool is reserved as
 address space and touched only as pages fill. Which page belongs to whom is `memory`'s business, not this file's.

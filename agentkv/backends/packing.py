@@ -26,9 +26,8 @@ class _Fused(nn.Module):
 
     def __init__(self, linears: list[nn.Linear]) -> None:
         super().__init__()
-        weight = torch.cat([linear.weight for linear in linears])
-        biases = [linear.bias for linear in linears]
-        bias = None if biases[0] is None else torch.cat(biases)
+        weight = torch.cat([linear.weight.data for linear in linears])
+        bias = None if linears[0].bias is None else torch.cat([linear.bias.data for linear in linears])
         self.linear = PackedLinear(weight, bias)
         self.sizes = [linear.out_features for linear in linears]
         self.rest: list[torch.Tensor] = []

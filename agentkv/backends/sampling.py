@@ -70,7 +70,7 @@ class History:
 
 
 class _Candidates(NamedTuple):
-    """The head of a row, sorted by (logit, id) descending; all that could survive the cuts is in it.
+    """The head of a row by descending logit, then ascending id; all that could survive the cuts is in it.
 
     The three masks are bool [n]: `kept` by the cuts as computed, `maybe` kept by them and `sure` to be kept when every
     difference of two logits moves by less than the tie bound: sure ⊆ kept ⊆ maybe.
@@ -220,8 +220,8 @@ class Sampler:
             _require_finite(float(head[0]))
             if decoding.top_p < 1 and not self._top_k and math.isinf(total):
                 total = float(((x.double() - head[0]) / decoding.temperature).exp().sum())
-            # With every tie of the last one, as topk picks among ties freely; the higher id first.
-            found = (x >= head[-1]).nonzero()[:, 0].flip(0)
+            # With every tie of the last one, as topk picks among ties freely.
+            found = (x >= head[-1]).nonzero()[:, 0]
             values, order = x[found].sort(descending=True, stable=True)
             ids, logits = found[order].numpy(), values.double().numpy()
             kept, maybe, sure = self._masks(logits, total)
@@ -263,9 +263,9 @@ class Sampler:
     ) -> tuple[NDArray[np.bool_], ...]:
         """Top-p keeps a token while the mass before it is below p (so the one that crosses p is kept).
 
-        Among equal logits the higher id comes first, as in a stable ascending sort that drops from its start. A move
-        of all differences by less than the bound changes the log-odds of "before" against "the rest" by less than
-        bound / T; it may also change the order, and which tokens top-k leaves (at least its k best).
+        Among equal logits the lower id comes first (transformers leaves that to its sort). A move of all differences
+        by less than the bound changes the log-odds of "before" against "the rest" by less than bound / T; it may also
+        change the order, and which tokens top-k leaves (at least its k best).
         """
         p, temperature = self.decoding.top_p, self.decoding.temperature
         mass = np.exp((logits - logits[0]) / temperature)

@@ -61,4 +61,6 @@ class VerificationHead:
         self._scores = kept
         if side.cut:
             self._scores = np.zeros((side.rows, side.pages), np.float32)
-            np.put_along_axis(self._scores, np.frombuffer(side.ids, "<u4").reshape(side.rows, -1).astype(np.int64), kept, 1)
+            np.put_along_axis(
+                self._scores, np.frombuffer(side.ids, "<u4").reshape(side.rows, -1).astype(np.int64), kept, 1
+            )

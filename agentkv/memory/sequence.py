@@ -1,7 +1,8 @@
 """A sequence: token ids with the KV that has been computed for them, in memory.
 
-Invariants: `kv_len` = 16 x pages + tail rows ≤ len(token_ids); once a step has generated, `kv_len == len(token_ids) - 1`
-(the last token is the carry). What lies between is pending: it is prefilled next. Used from the compute lane only.
+Invariants: `kv_len` = 16 x pages + tail rows ≤ len(token_ids); once a step has generated,
+`kv_len == len(token_ids) - 1` (the last token is the carry). What lies between is pending: it is prefilled next.
+Used from the compute lane only.
 It does not know sessions or disks; `store.py` and the session move its pages to and from records.
 """
 
@@ -76,8 +77,8 @@ class Sequence:
         self.verified_len = self.kv_len
 
     def restore(self, pages: list[int], records: list[int], tail_rows: int) -> None:
-        """Take over `pages` and tail rows whose bytes have been loaded from records that are on disk."""
-        assert not self.kv_len
+        """Take over `pages` and tail rows whose bytes come from records that are on disk; a part may follow a part."""
+        assert not self.tail.rows
         for page, record in zip(pages, records, strict=True):
             self.table.append(page, record)
         self.tail.extend(tail_rows)

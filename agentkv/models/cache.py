@@ -20,7 +20,7 @@ _LIST = "agentkv-files.json"
 
 
 class Progress(Protocol):
-    """Told how far a slow stage is ("download", "convert", "digest"); `total` 0 means unknown."""
+    """Told how far a slow stage is ("download", "convert"); `total` 0 means unknown."""
 
     def update(self, stage: str, done: int, total: int) -> None: ...
 

@@ -15,7 +15,7 @@ from agentkv.models.resolve import ModelFiles
 from agentkv.types import Identity
 
 INERT_CONFIG = frozenset(
-    {"_name_or_path", "_model_name_or_path", "transformers_version", "use_cache"} | {"dtype", "torch_dtype"}
+    ("_name_or_path", "_model_name_or_path", "transformers_version", "use_cache", "dtype", "torch_dtype")
 )
 """Fields of config.json that cannot change a K or V row (the dtype computed in is a field of its own)."""
 

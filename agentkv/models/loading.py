@@ -27,7 +27,7 @@ def load_model(files: ModelFiles, dtype: str = "float32") -> Any:
         raise UnsupportedModel(f"dtype {dtype!r}: known are {', '.join(DTYPES)}")
     try:
         with _quiet():
-            model, found = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 files.directory,
                 dtype=getattr(torch, dtype),
                 local_files_only=True,
@@ -37,6 +37,7 @@ def load_model(files: ModelFiles, dtype: str = "float32") -> Any:
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UnsupportedModel(f"{files.directory} cannot be loaded: {error}") from error
+    model, found = loaded
     for what in ("missing_keys", "mismatched_keys"):
         if found[what]:
             raise UnsupportedModel(f"{files.directory}: {what.replace('_', ' ')}: {sorted(map(str, found[what]))[:5]}")

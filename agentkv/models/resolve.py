@@ -19,7 +19,7 @@ from agentkv.models.tiny import RECIPE, write_tiny
 from agentkv.types import ModelShape
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 _JSON_LIMIT = 64 << 20
 INDEX = "model.safetensors.index.json"
 
@@ -66,9 +66,13 @@ def _from_hub(repo: str, revision: str | None, progress: Progress | None) -> Pat
     if progress is not None:
         progress.update("download", 0, 1)
     try:
-        # No sub-directories: what lies there is another format's copy of the weights.
+        # Sub-directories and consolidated files hold another format's copy of the weights.
         directory = snapshot_download(
-            repo, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"], library_name="agentkv"
+            repo,
+            revision=revision,
+            allow_patterns=_HUB_FILES,
+            ignore_patterns=["*/*", "consolidated*"],
+            library_name="agentkv",
         )
     except Exception as error:  # a hub client raises its own, its transport's and the system's
         raise ModelNotFound(f"{repo!r} is neither a directory here nor to be had from the hub: {error}") from error

@@ -72,7 +72,7 @@ def write_tiny(directory: str | Path, *, seed: int = 0, template: str | None = _
 def _tokenizer() -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    merges = [tuple(pair.split()) for pair in _MERGES.split("|")]
+    merges = [(first, second) for first, second in map(str.split, _MERGES.split("|"))]
     words = sorted(pre_tokenizers.ByteLevel.alphabet()) + [a + b for a, b in merges]
     vocab = {word: index for index, word in enumerate(words)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))

@@ -22,7 +22,7 @@ ENTER_GAIN = 1.05
 SWITCH_GAIN = 1.03
 """Predicted gain for which a sequence changes its proposer. Going back to `full` needs none: it costs nothing."""
 
-_EVIDENCE_TOKENS = 24.0  # weight of the past in an acceptance: a collapse shows within about four rounds
+_EVIDENCE_TOKENS = 24.0  # weight of the past in an acceptance: a collapse shows within eight rounds
 _FORGET = 0.99  # of sparse evidence, per round without it: a collapse is not for ever
 _PRIOR_WEIGHT = 2.0
 _SPARSE_PRIOR = 0.85
