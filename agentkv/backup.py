@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import anyio
 
 from agentkv.backends.base import Backend
-from agentkv.errors import AgentKVError
 from agentkv.lanes import Lane, shielded
 from agentkv.memory.record import PageCodec
 from agentkv.memory.sequence import Sequence
@@ -37,7 +36,7 @@ class Backup:
         self._lane = lane
         self._queue: deque[_Queued] = deque()
         self._outstanding: set[int] = set()
-        self._failed: dict[int, AgentKVError] = {}
+        self._failed: dict[int, Exception] = {}
         self._changed = anyio.Event()
 
     async def serve(self) -> None:
@@ -46,7 +45,7 @@ class Backup:
             if not self._queue:
                 await self._changed.wait()
                 continue
-            await shielded(self._write_batch())
+            await shielded(self._write(self._next_batch()))
 
     def offer(self, namespace: str, sequence: Sequence) -> None:
         """Queue the sequence's sealed pages that have not been offered yet."""
@@ -58,7 +57,7 @@ class Backup:
         self._notify()
 
     async def landed(self, records: Iterable[int]) -> None:
-        """Return once all `records` are on disk. Raises what kept one of them off it (StoreFull)."""
+        """Return once all `records` are on disk. Raises what kept one of them off it (StoreFull, …)."""
         wanted = set(records)
         while wanted & self._outstanding:
             await self._changed.wait()
@@ -89,22 +88,25 @@ class Backup:
             if self._failed.pop(record, None) is not None:
                 sequence.offered = min(sequence.offered, index)
 
-    async def _write_batch(self) -> None:
-        first = self._queue[0].namespace
-        batch = []
-        while self._queue and len(batch) < _BATCH_PAGES and self._queue[0].namespace == first:
+    def _next_batch(self) -> list[_Queued]:
+        """Pages of one namespace; from here on they can no longer be dropped from the queue, only off the disk."""
+        batch = [self._queue.popleft()]
+        while self._queue and len(batch) < _BATCH_PAGES and self._queue[0].namespace == batch[0].namespace:
             batch.append(self._queue.popleft())
+        return batch
+
+    async def _write(self, batch: list[_Queued]) -> None:
         try:
-            await self._lane.run(self._put, first, batch)
-        except AgentKVError as error:
+            await self._lane.run(self._put, batch)
+        except Exception as error:  # of any kind: this task must outlive it, and the commits that wait must hear of it
             self._failed.update((entry.record, error) for entry in batch)
         finally:
             self._outstanding.difference_update(entry.record for entry in batch)
             self._notify()
 
-    def _put(self, namespace: str, batch: list[_Queued]) -> int:
+    def _put(self, batch: list[_Queued]) -> int:
         pages = ((entry.record, self._backend.read_page(entry.page)) for entry in batch)
-        return self._store.put_pages(namespace, self._codec, pages)
+        return self._store.put_pages(batch[0].namespace, self._codec, pages)
 
     def _notify(self) -> None:
         self._changed.set()

@@ -28,6 +28,7 @@ from agentkv.memory.store import Store
 from agentkv.memory.tail import tail_capacity
 from agentkv.models import ModelFiles, Progress, identity, kv_id, load_model, load_tokenizer, resolve
 from agentkv.models.cache import cache_directory
+from agentkv.room import Room
 from agentkv.scheduler.phase import Controller
 from agentkv.transcript import Transcript, end_token_ids
 
@@ -40,8 +41,8 @@ async def build_engine(
     store_path: Path,
     config: EngineConfig,
     on_mismatch: Literal["refuse", "recompute"],
-    make_room: Callable[[int], Awaitable[None]],
     reclaim: Callable[[int], Awaitable[None]],
+    at_work: Callable[[], bool],
     progress: Progress | None,
 ) -> Engine:
     """All that a manager needs, from a model's name and a store's path. `stack` takes it down, last made first."""
@@ -66,7 +67,8 @@ async def build_engine(
     codec = PageCodec(files.shape, kv_id(found))
     backup = Backup(backend, store, codec, disk)
     controller = Controller(calibration.plain)
-    executor = Executor(backend, pool, compute, controller, calibration, config, backup, reclaim)
+    room = Room(pool, reclaim, at_work)
+    executor = Executor(backend, room, compute, controller, calibration, config, backup)
     new_transcript = partial(Transcript, tokenizer, vocab=files.shape.vocab, end_ids=end_ids)
     transcript = await anyio.to_thread.run_sync(new_transcript)
     stack.push_async_callback(anyio.to_thread.run_sync, transcript.close)
@@ -88,7 +90,7 @@ async def build_engine(
         transcript=transcript,
         end_ids=end_ids,
         new_head=partial(VerificationHead, backend.selection_rows),
-        make_room=make_room,
+        room=room,
     )
 
 

@@ -7,7 +7,6 @@ finished or stopped answer is committed, so closing the terminal at any time los
 import asyncio
 import signal
 import sys
-from pathlib import Path
 
 import anyio.to_thread
 from rich.console import Console
@@ -19,7 +18,7 @@ from agentkv.progress import Bars, printable
 _DECODING = DecodingConfig(max_new_tokens=512, temperature=0.7, top_p=0.9, repetition_penalty=1.1)
 
 
-async def chat(model: str, store: Path, session_id: str) -> None:
+async def chat(model: str, store: str, session_id: str) -> None:
     """Talk until the input ends (Ctrl-D). Raises what `agentkv.open` and `manager.session` raise."""
     console = Console(highlight=False)
     with Bars(console) as bars:
@@ -84,6 +83,8 @@ class _Conversation:
             self._console.print(f"[red]{type(error).__name__}:[/red] ", end="")
             self._console.out(error)
         finally:
+            if self._answer.cancel():  # this conversation itself is being ended
+                await asyncio.wait([self._answer])
             self._bars.finish("prefill")
             self._answer = None
 

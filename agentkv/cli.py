@@ -12,7 +12,7 @@ import agentkv
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, 1 (an error, or a demo that failed), 2 (usage), 130 (Ctrl-C)."""
+    """Run a command line. Exit codes: 0, 1 (an error, or a demo that failed), 2 (usage, by SystemExit), 130 (Ctrl-C)."""
     options = build_parser().parse_args(arguments)
     try:
         return options.run(options)
@@ -44,8 +44,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="talk to a model in a session that survives being closed",
         description="Ctrl-C stops an answer and keeps what was said of it; Ctrl-D leaves. Run it again to go on.",
     )
-    chat.add_argument("--session", default="chat", metavar="ID", help="which session to start or resume (chat)")
-    chat.add_argument("--store", type=Path, default=Path("~/.agentkv"), metavar="DIR", help="where it lives (~/.agentkv)")
+    chat.add_argument("--session", default="chat", metavar="ID", help="the session to start or resume (chat)")
+    chat.add_argument(
+        "--store", type=Path, default=Path("~/.agentkv"), metavar="DIR", help="where it lives (~/.agentkv)"
+    )
     _add_model(chat)
     chat.set_defaults(run=_chat)
     return parser

@@ -20,6 +20,19 @@ Mode = Literal["auto", "exact", "full", "sparse"]
 MODES: tuple[Mode, ...] = ("auto", "exact", "full", "sparse")
 
 
+_MOST = 1 << 48
+"""No count and no number of bytes is larger; beyond it the system's own calls overflow."""
+
+
+def _check_types(options: msgspec.Struct) -> None:
+    """msgspec checks types when it decodes, not when a struct is made."""
+    for field in msgspec.structs.fields(type(options)):
+        try:
+            msgspec.convert(getattr(options, field.name), field.type, strict=True)
+        except msgspec.ValidationError as error:
+            raise InvalidInput(f"{type(options).__name__}.{field.name}: {error}") from None
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise InvalidInput(message)
@@ -27,16 +40,13 @@ def _require(condition: bool, message: str) -> None:
 
 def _finite(name: str, value: float, low: float, high: float) -> None:
     _require(
-        isinstance(value, int | float) and math.isfinite(value) and low <= value <= high,
+        math.isfinite(value) and low <= value <= high,
         f"{name} must be a finite number in [{low}, {high}], not {value!r}",
     )
 
 
-def _whole(name: str, value: int, low: int) -> None:
-    _require(
-        isinstance(value, int) and not isinstance(value, bool) and value >= low,
-        f"{name} must be a whole number ≥ {low}, not {value!r}",
-    )
+def _whole(name: str, value: int, low: int, high: int = _MOST) -> None:
+    _require(low <= value <= high, f"{name} must be a whole number in [{low}, {high}], not {value!r}")
 
 
 class Tolerant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,6 +55,7 @@ class Tolerant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     n: int
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _whole("Tolerant.n", self.n, 1)
 
 
@@ -54,6 +65,7 @@ class Every(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     n: int
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _whole("Every.n", self.n, 1)
 
 
@@ -74,6 +86,7 @@ class DecodingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _whole("max_new_tokens", self.max_new_tokens, 1)
         _finite("temperature", self.temperature, 0.0, 1e4)
         _whole("top_k", self.top_k, 0)
@@ -103,8 +116,8 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     recompute_tokens: int = 512
 
     def __post_init__(self) -> None:
-        _whole("k_max", self.k_max, 1)
-        _require(self.k_max <= 40, "k_max must be ≤ 40")
+        _check_types(self)
+        _whole("k_max", self.k_max, 1, 40)
         if self.k is not None:
             _whole("k", self.k, 1)
             _require(self.k <= self.k_max, f"k must be ≤ k_max={self.k_max}")
@@ -137,12 +150,14 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     speculation: SpeculationConfig = SpeculationConfig()
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _whole("store_bytes", self.store_bytes, 1 << 20)
         if self.kv_bytes is not None:
             _whole("kv_bytes", self.kv_bytes, 1 << 16)
         _require(self.durability in ("kv", "tokens"), f"durability must be 'kv' or 'tokens', not {self.durability!r}")
         if self.threads is not None:
-            _whole("threads", self.threads, 1)
+            _whole("threads", self.threads, 1, 1024)
         _whole("prefill_chunk", self.prefill_chunk, PAGE_TOKENS)
         _require(self.prefill_chunk % PAGE_TOKENS == 0, f"prefill_chunk must be a multiple of {PAGE_TOKENS}")
         _whole("keep_checkpoints", self.keep_checkpoints, 1)
+        _require(isinstance(self.speculation, SpeculationConfig), "speculation must be a SpeculationConfig")

@@ -6,16 +6,18 @@ its tokens must be those of the others. What the processes do is in `demo_worker
 """
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -48,20 +50,20 @@ def run_demo(file: Path | None, model: str, *, as_json: bool) -> int:
     """Run it; 0 if the session was resumed after the kill and every step's tokens are those of `full`, else 1."""
     console = Console(stderr=True, highlight=False)
     inputs = _inputs(file)
-    with tempfile.TemporaryDirectory(prefix="agentkv-demo-") as store:
-        story = _Story(console, Task(model, store, "demo", "exact", 1, inputs))
-        killed, steps = story.first_process()
-        resumed, repeated = story.second_process(steps[-1].head)
-        reference = story.reference()
+    with tempfile.TemporaryDirectory(prefix="agentkv-demo-") as work:
+        story = _Story(console, Task(model, f"{work}/store", "demo", "exact", 1, inputs))
+        steps = story.until_killed()
+        found, repeated = story.resumed(steps[-1].head)
+        reference = story.in_full(f"{work}/reference")
+    resumed = found == steps[-1].head
     steps += repeated
     equal = [step.token_ids == full.token_ids for step, full in zip(steps, reference, strict=True)]
-    resumed_after_kill = killed and resumed
     if as_json:
         rows = [msgspec.to_builtins(s.row) | {"equals_full": same} for s, same in zip(steps, equal, strict=True)]
-        print(json.dumps({"steps": rows, "resumed_after_kill": resumed_after_kill}))
+        print(json.dumps({"steps": rows, "resumed_after_kill": resumed}))
     else:
         Console(highlight=False).print(_table(steps, equal))
-    return 0 if resumed_after_kill and all(equal) else 1
+    return 0 if resumed and all(equal) else 1
 
 
 def _inputs(file: Path | None) -> tuple[str, ...]:
@@ -87,8 +89,8 @@ class _Story:
         self._console = console
         self._whole = whole
 
-    def first_process(self) -> tuple[bool, list[_Step]]:
-        """Whether it was killed in its third step, and the two steps before."""
+    def until_killed(self) -> list[_Step]:
+        """The two steps of process A, which is killed in its third."""
         task = msgspec.structs.replace(self._whole, inputs=self._whole.inputs[:3])
         steps: list[_Step] = []
         seen = 0
@@ -102,22 +104,19 @@ class _Story:
                         process.kill()
                         break
                     _let_on(process)
-        killed = process.returncode == -signal.SIGKILL and len(steps) == 2
-        if not killed:
+        if process.returncode != -signal.SIGKILL or len(steps) != 2:
             raise AgentKVError("the third step was over before it could be stopped: choose another text")
-        self._say(f"[red]process A was killed[/red] after {seen} tokens of step 3: none of that step is committed")
-        return killed, steps
+        self._say(f"\n[red]process A was killed[/red] after {seen} tokens of step 3, which had not been committed")
+        return steps
 
-    def second_process(self, head: str) -> tuple[bool, list[_Step]]:
-        """Whether it found the session at `head`, and its two steps; the first of them insists on it (`expect=`)."""
+    def resumed(self, head: str) -> tuple[str, list[_Step]]:
+        """Where process B found the session, and its two steps; the first insists on `head` (`expect=`)."""
         task = msgspec.structs.replace(self._whole, first=3, inputs=self._whole.inputs[2:], expect=head)
-        found, steps = self._run_through("process B", task)
-        self._say(f"process B found the session at {found}")
-        return found == head, steps
+        return self._run_through("process B", task)
 
-    def reference(self) -> list[_Step]:
-        """All four steps in mode `full`, by a process that shares nothing with the others."""
-        task = msgspec.structs.replace(self._whole, session="reference", mode="full")
+    def in_full(self, store: str) -> list[_Step]:
+        """All four steps in mode `full`, by process C, which shares nothing with the others."""
+        task = msgspec.structs.replace(self._whole, store=store, session="reference", mode="full")
         return self._run_through("process C", task)[1]
 
     def _run_through(self, name: str, task: Task) -> tuple[str, list[_Step]]:
@@ -163,11 +162,12 @@ class _Story:
                     bars.update(event["stage"], event["done"], event["total"])
                 case "open":
                     bars.finish("load")
+                    self._say(f"session at {event['head']}")
                 case "text":
                     bars.finish("prefill")
                     if at_start:
                         question = task.inputs[number - task.first].splitlines()[-1]
-                        self._say(f"[bold]step {number}[/bold] [dim]{question}[/dim]")
+                        self._say(f"\n[bold]step {number}[/bold] [dim]{question}[/dim]")
                     self._console.out(printable(event["text"]), end="")
                     at_start = False
                 case "step":
@@ -184,22 +184,24 @@ class _Story:
 
 
 def _let_on(process: subprocess.Popen[str]) -> None:
+    """Allow the worker its next event; a worker that has failed says so in its last one."""
     assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
+    with suppress(BrokenPipeError):
+        os.write(process.stdin.fileno(), b"\n")
 
 
 def _table(steps: Sequence[_Step], equal: Sequence[bool]) -> Table:
-    table = Table(title="Four steps of one session; the process was killed in the third and a second one went on")
-    columns = ("step", "context", "cached", "prefilled", "loaded", "first token", "tokens/s")
-    for name in (*columns, "proposed", "accepted", "KV read", "= full"):
-        table.add_column(name, justify="right")
+    title = "One session, killed in its third step and resumed by another process"
+    table = Table(title=title, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    counts = ("#", "context", "cached", "pre-\nfilled", "loaded", "first\ntoken", "tok/s")
+    for name in (*counts, "pro-\nposed", "ac-\ncepted", "KV\nread", "=\nfull"):
+        table.add_column(name, justify="right", no_wrap=True)
     for number, (step, same) in enumerate(zip(steps, equal, strict=True), 1):
         row = step.row
         table.add_row(
             f"{number}",
             *(f"{count:,}" for count in (row.context, row.cached, row.prefilled, row.loaded)),
-            f"{row.ttft_s:.2f} s",
+            f"{row.ttft_s:.2f}s",
             f"{row.tokens_per_s:.1f}",
             f"{row.proposed}",
             f"{row.accepted}",

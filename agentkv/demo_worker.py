@@ -7,15 +7,13 @@ worker waits for each of them, so it is never further in a step than its parent 
 import asyncio
 import json
 import sys
-from typing import Any, Literal
+from typing import Any
 
 import anyio.to_thread
 import msgspec
 
 import agentkv
-from agentkv import AgentKVError, DecodingConfig, Round, Session, StepResult, Text
-
-Mode = Literal["exact", "full"]
+from agentkv import AgentKVError, DecodingConfig, Mode, Round, Session, StepResult, Text
 
 _DECODING = DecodingConfig(max_new_tokens=64, temperature=0.3, top_p=0.9, repetition_penalty=1.1)
 
@@ -81,9 +79,7 @@ async def _work(task: Task, reporter: _Reporter) -> None:
             expect = session.head
 
 
-async def _step(
-    session: Session, mode: Mode, number: int, text: str, expect: str | None, reporter: _Reporter
-) -> None:
+async def _step(session: Session, mode: Mode, number: int, text: str, expect: str | None, reporter: _Reporter) -> None:
     read = 0
     async with session.stream(text, decoding=_DECODING, mode=mode, seed=number, expect=expect) as stream:
         assert stream.delta is not None

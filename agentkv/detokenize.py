@@ -25,8 +25,8 @@ class Detokenizer:
     """The text of one generation, special tokens left out.
 
     Without stop strings the pushes and `finish` join to `tokenizer.decode(ids, skip_special_tokens=True)`. (One
-    exception: a byte-fallback vocabulary turns a whole run of byte tokens into U+FFFD when its end is invalid, even
-    the characters that were complete before; those have been released by then.)
+    exception: a byte-fallback vocabulary turns a whole run of byte tokens into U+FFFD when the run is invalid
+    anywhere, even characters that were complete before; those have been released by then.)
     Of several stop strings the first to be complete wins, so the result does not depend on how text is cut
     into tokens.
     """
@@ -50,8 +50,11 @@ class Detokenizer:
         assert self.stopped is None, "push after a stop string"
         self._window.append(token_id)
         text = self._decode(self._window)
+        # A byte-fallback decoder marks every byte of a run while its last character is incomplete, so any number of
+        # marks may still become text; a long run of them is no text, and then only the last few may.
+        limit = _MAX_BYTES_PENDING if len(self._window) > _LONG_WINDOW else len(text)
         stable = len(text)
-        while stable > max(self._taken, len(text) - _MAX_BYTES_PENDING) and text[stable - 1] == "\ufffd":
+        while stable > max(self._taken, len(text) - limit) and text[stable - 1] == "\ufffd":
             stable -= 1
         new = text[self._taken : stable]
         self._taken = max(self._taken, stable)

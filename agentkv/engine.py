@@ -1,6 +1,6 @@
 """The parts that sessions work with. `manager.py` alone builds them; this file only names them."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from agentkv.memory.keys import validate_id
 from agentkv.memory.pages import PagePool
 from agentkv.memory.record import PageCodec
 from agentkv.memory.store import Store
+from agentkv.room import Room
 from agentkv.transcript import Transcript
 from agentkv.types import Identity
 
@@ -37,8 +38,7 @@ class Engine:
     transcript: Transcript
     end_ids: frozenset[int]
     new_head: Callable[[], Head]
-    make_room: Callable[[int], Awaitable[None]]
-    """Free pages for a session that wakes, by putting idle ones to sleep; raises CapacityError."""
+    room: Room
 
     @staticmethod
     def validate_id(text: str) -> str:

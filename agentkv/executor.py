@@ -7,10 +7,6 @@ becomes of a finished generation (commit, rollback) is its session's business.
 """
 
 import logging
-from collections import deque
-from collections.abc import Awaitable, Callable
-
-import anyio
 
 from agentkv.backends.base import Backend
 from agentkv.backup import Backup
@@ -20,42 +16,36 @@ from agentkv.decide import decide, learn, next_works
 from agentkv.errors import CapacityError, ManagerClosed
 from agentkv.generation import Generation
 from agentkv.lanes import Lane
-from agentkv.memory.pages import PagePool
+from agentkv.room import Room
 from agentkv.rounds import run_round
 from agentkv.scheduler.phase import Controller
 
 _log = logging.getLogger("agentkv.executor")
 
-Reclaim = Callable[[int], Awaitable[None]]
-"""Give up to this many pages of idle sessions back to the pool."""
-
 
 class Executor:
-    """Runs generations together in packed rounds. `reclaim` is the manager's way to free idle sessions' pages."""
+    """Runs generations together in packed rounds; each is admitted once the pool can hold it to its end."""
 
     def __init__(
         self,
         backend: Backend,
-        pool: PagePool,
+        room: Room,
         lane: Lane,
         controller: Controller,
         calibration: Calibration | None,
         config: EngineConfig,
         backup: Backup,
-        reclaim: Reclaim,
     ) -> None:
         self._backend = backend
-        self._pool = pool
+        self._room = room
         self._lane = lane
         self._controller = controller
         self._calibration = calibration
         self._config = config
         self._backup = backup
-        self._reclaim = reclaim
-        self._waiting: deque[Generation] = deque()
-        self._running: list[Generation] = []
+        self._waiting = room.waiting
+        self._running = room.running
         self._withdrawn: set[int] = set()
-        self._wake = anyio.Event()
         self._closed = False
 
     async def serve(self) -> None:
@@ -73,12 +63,13 @@ class Executor:
         if self._closed:
             raise ManagerClosed("the manager has been closed")
         self._waiting.append(generation)
-        self._wake.set()
+        self._room.change()
 
     async def withdraw(self, generation: Generation) -> None:
         """Take a generation out; returns when no round can touch its sequence any more. Idempotent."""
         if generation in self._waiting:
             self._waiting.remove(generation)
+            self._room.change()
         elif generation in self._running:
             self._withdrawn.add(id(generation))
             await generation.released()
@@ -90,38 +81,26 @@ class Executor:
     async def _admit(self) -> None:
         """Wait until something runs; take in, in order of arrival, what the pool can hold to its end."""
         while True:
-            while self._waiting and await self._make_room(self._waiting[0]):
-                self._running.append(self._waiting.popleft())
+            while self._waiting and await self._fits(self._waiting[0]):
+                self._running.append(self._waiting.pop(0))
             if self._running:
                 return
-            self._wake = anyio.Event()
-            if not self._waiting:
-                await self._wake.wait()
+            await self._room.changed()
 
-    async def _make_room(self, generation: Generation) -> bool:
+    async def _fits(self, generation: Generation) -> bool:
         """Whether every page the generation may come to hold can be had; it fails here if that will never be so."""
-        if (missing := self._missing(generation)) > 0:
-            await self._reclaim(missing)
-            missing = self._missing(generation)
+        fits = await self._room.make(generation.page_limit - len(generation.sequence.table))
         if generation not in self._waiting:  # withdrawn meanwhile
             return False
-        if missing > 0 and not self._running:
+        if not fits and not self._room.may_grow:
             self._waiting.remove(generation)
             generation.error = CapacityError(
-                f"{generation.page_limit} pages of {PAGE_TOKENS} tokens wanted, the pool has {self._pool.capacity}: "
-                "raise EngineConfig.kv_bytes or lower max_new_tokens"
+                f"{generation.page_limit} pages of {PAGE_TOKENS} tokens wanted, the pool has {self._room.capacity}: "
+                "raise EngineConfig.kv_bytes, lower max_new_tokens or close sessions"
             )
             generation.publish(over=True)
-        return missing <= 0
-
-    @property
-    def spare_pages(self) -> int:
-        """Free pages that no running generation has been promised."""
-        return self._pool.free - sum(g.page_limit - len(g.sequence.table) for g in self._running)
-
-    def _missing(self, generation: Generation) -> int:
-        """Pages short of what this generation may come to hold."""
-        return generation.page_limit - len(generation.sequence.table) - self.spare_pages
+            self._room.change()
+        return fits
 
     def _round(self) -> None:
         """One round of all that run (compute lane). What fails here fails the steps in it, not the manager."""
@@ -143,6 +122,8 @@ class Executor:
                 self._withdrawn.discard(id(generation))
             self._backup.offer(generation.namespace, generation.sequence)
             generation.publish(over=over)
+            if over:
+                self._room.change()
 
     def _close(self) -> None:
         self._closed = True

@@ -137,9 +137,12 @@ class Generation:
 
     @property
     def draft_limit(self) -> int:
-        """Most tokens the next round may draft: a verification emits one more behind them."""
+        """Most tokens the next round may draft: a verification emits one more behind them, and unverified ones must not
+        become more than `recompute_tokens`."""
         left = min(self.decoding.max_new_tokens - len(self.emitted), self.limit - len(self.sequence.token_ids))
-        return max(min(self.speculation.k_max, left if self.unverified_next else left - 1), 0)
+        unverified_left = self.speculation.recompute_tokens - self.sequence.provisional
+        left = min(left, unverified_left) if self.unverified_next else left - 1
+        return max(min(self.speculation.k_max, left), 0)
 
     @property
     def page_limit(self) -> int:

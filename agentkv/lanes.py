@@ -5,13 +5,14 @@ cancellation goes on, so nothing that the thread touches is freed under it.
 """
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
 import anyio
 
-from agentkv.errors import ManagerClosed
+from agentkv.errors import ManagerClosed, StoreForked
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,6 +52,7 @@ class Lane:
         self.name = name
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"agentkv-{name}", initializer=prepare)
         self._closed = False
+        self._pid = os.getpid()
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run `function` on the lane's thread and return its result.
@@ -63,6 +65,8 @@ class Lane:
         self, function: Callable[P, R], undo: Callable[[R], object] | None, *args: P.args, **kwargs: P.kwargs
     ) -> R:
         """Like `run`, for a call that takes or opens something: what a cancelled caller cannot get is undone."""
+        if os.getpid() != self._pid:  # the thread stayed in the parent: nobody would ever run the call
+            raise StoreForked("the manager was opened before os.fork(): open another one, in a new process")
         if self._closed:
             raise ManagerClosed(f"the {self.name} lane has been closed")
         future = self._pool.submit(function, *args, **kwargs)

@@ -15,7 +15,7 @@ import anyio
 import anyio.to_thread
 
 from agentkv.config import EngineConfig
-from agentkv.errors import CapacityError, InvalidInput, ManagerClosed, NotSupported, SessionBusy
+from agentkv.errors import AgentKVError, InvalidInput, ManagerClosed, NotSupported, SessionBusy
 from agentkv.lanes import shielded
 from agentkv.types import SessionInfo
 
@@ -41,6 +41,12 @@ class SessionManager:
         on_mismatch: OnMismatch,
         progress: "Progress | None",
     ) -> None:
+        if not isinstance(model, str | Path):
+            raise InvalidInput(f"model must be a name or a path, not {model!r}")
+        if not isinstance(store, str | Path | None):
+            raise InvalidInput(f"store must be a path or None, not {store!r}")
+        if not isinstance(config, EngineConfig):
+            raise InvalidInput(f"config must be an EngineConfig, not {config!r}")
         if on_mismatch not in ("refuse", "recompute"):
             raise InvalidInput(f"on_mismatch must be 'refuse' or 'recompute', not {on_mismatch!r}")
         self.model = model
@@ -65,7 +71,7 @@ class SessionManager:
             path = await self._store_path(stack)
             building = await anyio.to_thread.run_sync(_import_building)
             self._engine = await building.build_engine(
-                stack, self.model, path, self.config, self._on_mismatch, self._make_room, self._reclaim, self._progress
+                stack, self.model, path, self.config, self._on_mismatch, self._reclaim, self._at_work, self._progress
             )
         except BaseException:
             await shielded(stack.aclose())
@@ -148,7 +154,7 @@ class SessionManager:
 
     async def _store_path(self, stack: AsyncExitStack) -> Path:
         if self._store is not None:
-            return await anyio.to_thread.run_sync(Path(self._store).expanduser)
+            return Path(self._store)
         directory = await anyio.to_thread.run_sync(lambda: tempfile.TemporaryDirectory(prefix="agentkv-"))
         stack.push_async_callback(anyio.to_thread.run_sync, directory.cleanup)
         _log.warning("no store= was given: sessions live in %s and are deleted on close", directory.name)
@@ -164,21 +170,15 @@ class SessionManager:
                 return
             await session.sleep()
 
-    async def _make_room(self, pages: int) -> None:
-        """Pages for a session that wakes. Raises CapacityError."""
-        engine = self._engine
-        assert engine is not None
-        if engine.executor.spare_pages < pages:
-            await self._reclaim(pages - engine.executor.spare_pages)
-        if engine.executor.spare_pages < pages:
-            raise CapacityError(
-                f"{pages} pages wanted, {engine.executor.spare_pages} of {engine.pool.capacity} are neither held nor "
-                "promised: raise EngineConfig.kv_bytes or close sessions"
-            )
+    def _at_work(self) -> bool:
+        return any(session.at_work for session in self._sessions.values())
 
     async def _close_sessions(self) -> None:
         for session in list(self._sessions.values()):
-            await session.close(ManagerClosed("the manager has been closed"))
+            try:
+                await session.close(ManagerClosed("the manager has been closed"))
+            except AgentKVError:
+                _log.exception("the step in flight of session %r could not be kept", session.id)
         self._sessions.clear()
 
     def _require_engine(self) -> "Engine":

@@ -18,7 +18,7 @@ _LABELS = {
 
 
 class Bars:
-    """One bar per stage that is under way; nothing is left on the terminal when none is. Any thread may update.
+    """One bar per stage that is under way, on a terminal alone; none is left behind. Any thread may update.
 
     Serves as `progress=` of `agentkv.open`. A stage that counts no further than 1 is shown as busy, not as a share.
     """
@@ -32,6 +32,8 @@ class Bars:
         """`done` of `total` (0: unknown) of a stage; done == total ends it."""
         if total and done >= total:
             self.finish(stage)
+            return
+        if not self._console.is_terminal:
             return
         if self._progress is None:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

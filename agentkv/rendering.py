@@ -18,9 +18,8 @@ from typing import Any
 
 from agentkv.errors import TemplateError
 
-_MEMORY_BYTES = (
-    1 << 30
-)  # of address space, for the templates: what the child's imports take (more on many cores) is not counted
+# Of address space, beyond what the child's own imports take: that depends on the number of cores.
+_MEMORY_BYTES = 1 << 30
 
 # The parent's import path is handed over, so that the child finds the same packages however the parent found them.
 _CHILD = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from agentkv.rendering import _serve; _serve()"

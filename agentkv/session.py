@@ -20,6 +20,7 @@ from agentkv.generation import Generation
 from agentkv.lanes import shielded
 from agentkv.memory.keys import checkpoint_name
 from agentkv.memory.manifest import Commit, Manifest
+from agentkv.room import Room
 from agentkv.starting import new_generation
 from agentkv.stream import Stream
 from agentkv.transcript import StepInput
@@ -66,6 +67,16 @@ class Session:
     def busy(self) -> bool:
         """Whether a step is in flight."""
         return self._stream is not None
+
+    @property
+    def room(self) -> Room:
+        """The promises over the KV pool that it takes part in."""
+        return self._engine.room
+
+    @property
+    def at_work(self) -> bool:
+        """Whether it holds pages for a step that goes on by itself (its end frees them)."""
+        return self._stream is not None and self._stream.at_work and self.held_pages > 0
 
     @property
     def held_pages(self) -> int:
@@ -128,10 +139,17 @@ class Session:
             raise InvalidInput(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
         if verify is not None and mode != "exact":
             raise InvalidInput("verify= loosens mode='exact' and goes with no other mode")
-        if seed is not None and not (isinstance(seed, int) and 0 <= seed < 1 << 64):
+        if not isinstance(verify, Tolerant | Every | None):
+            raise InvalidInput(f"verify must be Tolerant(n) or Every(n), not {verify!r}")
+        if seed is not None and (type(seed) is not int or not 0 <= seed < 1 << 64):
             raise InvalidInput(f"seed must be a whole number of 64 bits, not {seed!r}")
-        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-        return Stream(self, input, decoding or DecodingConfig(), mode, verify, seed, stops, expect)
+        decoding = DecodingConfig() if decoding is None else decoding
+        if not isinstance(decoding, DecodingConfig):
+            raise InvalidInput(f"decoding must be a DecodingConfig, not {decoding!r}")
+        stops = (stop,) if isinstance(stop, str) else () if stop is None else stop
+        if not isinstance(stops, list | tuple):
+            raise InvalidInput(f"stop must be a string or a list of strings, not {stop!r}")
+        return Stream(self, input, decoding, mode, verify, seed, tuple(stops), expect)
 
     async def digest(self) -> str:
         """xxh3-128 (hex) over the token ids and every KV byte of the last commit, loading it if need be."""
@@ -148,6 +166,7 @@ class Session:
     async def _let_go(self, awake: Awake) -> None:
         await self._engine.backup.drop(self.namespace, awake.sequence.table.records[awake.committed_pages :])
         await self._engine.compute.run(awake.sequence.close)
+        self._engine.room.change()
 
     async def close(self, reason: AgentKVError | None = None) -> None:
         """Cancel a step in flight (it raises `reason`) and let go of all memory. Idempotent."""
@@ -176,6 +195,7 @@ class Session:
         """The stream has come to its end, one way or the other."""
         self._stream = None
         self.last_used = time.monotonic()
+        self._engine.room.change()
 
     async def begin(self, stream: Stream) -> Generation:
         """Wake the session, append the stream's input and hand the generation to the executor."""

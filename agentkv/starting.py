@@ -12,6 +12,7 @@ from agentkv.engine import Engine
 from agentkv.errors import ContextOverflow
 from agentkv.generation import Generation
 from agentkv.transcript import Delta
+from agentkv.types import Event
 from agentkv.waking import Awake
 
 if TYPE_CHECKING:
@@ -57,10 +58,17 @@ async def new_generation(engine: Engine, namespace: str, awake: Awake, stream: "
         acceptances=awake.acceptances,
         end_ids=engine.end_ids,
         limit=shape.max_positions,
-        events=list(awake.events),
+        events=[*awake.events, *_loosened(stream)],
         started=stream.started,
     )
     return await engine.compute.run(_append_and_build, awake, delta.token_ids, build)
+
+
+def _loosened(stream: "Stream") -> list[Event]:
+    """What the trace says of `verify=`: the mode alone would promise the output of `full`."""
+    if stream.verify is None:
+        return []
+    return [Event("verify", f"{stream.verify!r} loosens verification: the output may differ from that of full")]
 
 
 def _append_and_build(awake: Awake, token_ids: list[int], build: Callable[[], Generation]) -> Generation:

@@ -7,6 +7,8 @@ task that leaves (PEP 789).
 import asyncio
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -64,6 +66,8 @@ class Stream:
         self._changing = anyio.Lock()
         """Held while the session changes: begin, commit, and the end of an unfinished step."""
         self._interruption: AgentKVError | None = None
+        self._attention = 0
+        """Calls in progress: while it is 0, the consumer is away."""
 
     def start_from(self, delta: Delta, cached: int, loaded: int, *, carry: bool) -> None:
         """What the step builds on: KV positions in memory, those that waking has just loaded, and the carry."""
@@ -74,13 +78,14 @@ class Stream:
         self._entered = True
         self.started = time.perf_counter()
         self._session.acquire(self, self._expect)
-        try:
-            async with self._changing:
-                self._generation = await self._session.begin(self)
-            self._raise_if_interrupted()
-        except BaseException as error:
-            await self._leave(error)
-            raise
+        with self._attended():
+            try:
+                async with self._changing:
+                    self._generation = await self._session.begin(self)
+                self._raise_if_interrupted()
+            except BaseException as error:
+                await self._leave(error)
+                raise
         return self
 
     def __aiter__(self) -> Self:
@@ -88,23 +93,19 @@ class Stream:
 
     async def __anext__(self) -> StreamEvent:
         """The next event; raises what made the step fail, once, after it has been rolled back."""
+        event = None
         if not self._over:
             assert self._generation is not None, "a stream is iterated inside `async with`"
-            try:
-                update = await self._generation.next_update()
-                if update is not None:
-                    return update
-                async with self._changing:
-                    if not self._over:
-                        self.result = await self._session.commit(self._generation, self)
-                        self._over, self._interruption = True, None
-                        self._session.release()
-                        return Done(self.result)
-            except BaseException as error:
-                await self._leave(error)
-                raise
-        self._raise_if_interrupted()
-        raise StopAsyncIteration
+            with self._attended():
+                try:
+                    event = await self._generation.next_update() or await self._commit(self._generation)
+                except BaseException as error:
+                    await self._leave(error)
+                    raise
+        if event is None:
+            self._raise_if_interrupted()
+            raise StopAsyncIteration
+        return event
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -121,6 +122,30 @@ class Stream:
             self._interruption = error
             await self._leave(None)
 
+    @property
+    def at_work(self) -> bool:
+        """Whether the step goes on by itself: somebody awaits it (a consumer may be away), and it has its room."""
+        return self._attention > 0 and self._generation not in self._session.room.waiting
+
+    @contextmanager
+    def _attended(self) -> Iterator[None]:
+        self._attention += 1
+        try:
+            yield
+        finally:
+            self._attention -= 1
+            self._session.room.change()  # a consumer who is away is waited for no longer
+
+    async def _commit(self, generation: Generation) -> Done | None:
+        """None if another task has ended the step."""
+        async with self._changing:
+            if self._over:
+                return None
+            self.result = await self._session.commit(generation, self)
+            self._over, self._interruption = True, None
+            self._session.release()
+            return Done(self.result)
+
     def _raise_if_interrupted(self) -> None:
         if self._interruption is not None:
             error, self._interruption = self._interruption, None
@@ -128,22 +153,22 @@ class Stream:
 
     async def _leave(self, error: BaseException | None) -> None:
         """End the step unfinished: by cancellation or by being left early (None), or by a failure."""
-        cancelled = isinstance(error, asyncio.CancelledError)
-        try:
-            await shielded(self._end(keep=cancelled or error is None))
-        except AgentKVError:
-            if not cancelled:
-                raise
-            # A cancellation is never replaced by another error: the session is at its last commit, and `head` tells.
-            _log.exception("a cancelled step could not be kept")
+        with self._attended():
+            await shielded(self._end(error))
 
-    async def _end(self, *, keep: bool) -> None:
+    async def _end(self, error: BaseException | None) -> None:
+        cancelled = isinstance(error, asyncio.CancelledError)
         async with self._changing:
             if self._over:
                 return
             self._over = True
             try:
-                self.result = await self._session.abandon(self._generation, self, keep=keep)
+                self.result = await self._session.abandon(self._generation, self, keep=cancelled or error is None)
+            except AgentKVError:
+                if not cancelled:
+                    raise
+                # A cancellation is never replaced by another error: the session is at its last commit.
+                _log.exception("a cancelled step could not be kept")
             finally:
                 self._session.release()
                 if self._generation is not None:

@@ -204,7 +204,7 @@ def _as_items(given: Any) -> list[Item]:
         items = [Item("user", given)] if given else []
     elif isinstance(given, list | tuple):
         try:
-            items = [i if isinstance(i, Item) else msgspec.convert(i, Item, strict=True) for i in given]
+            items = [_as_item(i) for i in given]
         except msgspec.ValidationError as error:
             raise InvalidInput(f"not an input item: {error}") from None
     else:
@@ -217,6 +217,11 @@ def _as_items(given: Any) -> list[Item]:
         except UnicodeEncodeError:
             raise InvalidInput("an item holds half of a surrogate pair, which is no text") from None
     return items
+
+
+def _as_item(given: Any) -> Item:
+    """A checked item; one made in Python may hold anything."""
+    return msgspec.convert(msgspec.structs.asdict(given) if isinstance(given, Item) else given, Item, strict=True)
 
 
 def _absent(said: Sequence[str], candidates: Iterable[str]) -> str:

@@ -75,15 +75,18 @@ async def wake(engine: Engine, manifest: Manifest | None) -> Awake:
     event = check_identity(manifest.identity, engine)
     foreign = event is not None and first_kv_difference(manifest.identity, engine.identity)
     records = [] if foreign else contents.records
-    await engine.make_room(len(records) + 2)
-    awake = await engine.compute.make(_start, _close, engine, contents.token_ids, contents.spans, sidecar)
-    if event is not None:
-        awake.events.append(event)
-    try:
-        await _load(engine, manifest, records, awake, foreign=bool(foreign))
-    except BaseException:
-        await engine.compute.finish(_close, awake)
-        raise
+    async with engine.room.promised(len(records) + 2):
+        awake = await engine.compute.make(_start, _close, engine, contents.token_ids, contents.spans, sidecar)
+        if event is not None:
+            awake.events.append(event)
+        try:
+            await _load(engine, manifest, records, awake, foreign=bool(foreign))
+        except BaseException:
+            await engine.compute.finish(_close, awake)
+            raise
+    if not foreign and (behind := manifest.kv_len - manifest.kv_durable_len):
+        reason = f"KV from position {manifest.kv_durable_len} on was not on disk: recomputed from ids"
+        awake.events.append(Event("recompute", reason, behind))
     awake.loaded = awake.sequence.kv_len
     awake.sound_tokens = awake.loaded
     awake.committed_pages = len(awake.sequence.table)

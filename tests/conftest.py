@@ -4,6 +4,7 @@ All tests and async fixtures share one event loop (pyproject.toml), so that the 
 """
 
 import dataclasses
+import inspect
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -15,7 +16,9 @@ import torch
 from blockbuster import BlockBuster, blockbuster_ctx
 
 import agentkv
-from agentkv import EngineConfig, SessionManager, SpeculationConfig
+from agentkv import EngineConfig, SessionManager, SpeculationConfig, StepResult
+from agentkv.backends.base import Segment
+from agentkv.session import step_result
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +49,22 @@ def reference() -> Any:
     return load_model(resolve("smollm2"))
 
 
+@pytest.fixture(scope="session")
+def tiny_reference() -> Any:
+    """The tiny model as plain transformers runs it, with explicit attention."""
+    from agentkv.models import load_model, resolve
+
+    model = load_model(resolve("tiny"))
+    model.set_attn_implementation("eager")
+    return model
+
+
+def kv_option(model: Any, cache: Any) -> dict[str, Any]:
+    """A transformers cache as the keyword argument that this version takes (it was renamed)."""
+    renamed = "cache" in inspect.signature(model.forward).parameters
+    return {"cache" if renamed else "past_key_values": cache}
+
+
 @asynccontextmanager
 async def open_tiny(store: Path, model: str | Path = "tiny", **options: Any) -> AsyncIterator[SessionManager]:
     """The tiny model over `store`, on one thread. `options`: fields of EngineConfig, or arguments of agentkv.open."""
@@ -65,6 +84,58 @@ def speculating(session: agentkv.Session, **options: Any) -> Iterator[None]:
         yield
     finally:
         session._engine = before
+
+
+@contextmanager
+def untimed(manager: SessionManager) -> Iterator[None]:
+    """A controller that knows no times drafts as long as it may: what `exact` proposes depends on tokens alone."""
+    controller = manager._engine.executor._controller
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(controller, "time", None)
+        yield
+
+
+def sparse(**options: Any) -> SpeculationConfig:
+    """Sparse proposals alone, of four tokens over eight pages unless said otherwise."""
+    return SpeculationConfig(**{"k": 4, "budget_pages": 8, "proposers": ("sparse",)} | options)
+
+
+async def rehearse(session: agentkv.Session, input: Any, **options: Any) -> StepResult:
+    """A step that is left before its commit: the result it had; the session goes back to its last commit."""
+    async with session.stream(input, **options) as stream:
+        generation = stream._generation
+        assert generation is not None
+        while await generation.next_update() is not None:
+            pass
+        return step_result(generation, stream, session.head)
+
+
+@dataclasses.dataclass
+class Forward:
+    """A packed forward that was run: its segments, and logits per segment."""
+
+    segments: list[Segment]
+    logits: list[torch.Tensor]
+
+    @property
+    def drafting(self) -> list[Segment]:
+        """The segments that read a selection."""
+        return [segment for segment in self.segments if segment.draft is not None]
+
+
+@contextmanager
+def recorded(manager: SessionManager) -> Iterator[list[Forward]]:
+    """Every packed forward that the manager's backend runs meanwhile."""
+    backend, forwards = manager._engine.backend, []
+
+    def forward(segments: list[Segment]) -> list[torch.Tensor]:
+        logits = type(backend).forward(backend, segments)
+        forwards.append(Forward(list(segments), logits))
+        return logits
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "forward", forward)
+        yield forwards
 
 
 def source_text(module: Any, start: int = 0, characters: int | None = None) -> str:

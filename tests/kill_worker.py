@@ -14,18 +14,23 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine
+from functools import partial
 from hashlib import blake2b
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import numpy as np
 
 import agentkv
 from agentkv import DecodingConfig, EngineConfig, SpeculationConfig
 
+ROOT = Path(__file__).parents[1]
 STEPS = 12
 """Steps of a conversation; after them the next session begins."""
 CONVERSATIONS = 3
@@ -36,7 +41,7 @@ POINTS = ("put:begin", "put:written", "put:committed", *COMMIT_POINTS)
 
 def work(command: str, timeout: float = 240, **arguments: Any) -> dict[str, Any]:
     """Run a command of this file in a fresh process; returns its report. Blocks: call it from a sync test."""
-    env = os.environ | {"OMP_NUM_THREADS": "1"} | arguments.pop("env", {})
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | arguments.pop("env", {})
     call = [sys.executable, __file__, command, json.dumps(arguments, default=str)]
     done = subprocess.run(call, env=env, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr
@@ -93,7 +98,7 @@ class Pipe:
         os.write(self.writing, json.dumps({"kind": kind} | fields).encode() + b"\n")
 
 
-async def live(path: Path, model: str, pipe: Pipe) -> None:
+async def live(path: Path, model: str, *, pipe: Pipe) -> None:
     """Go on where the store is and step for ever, saying each commit."""
     async with manager_of(path, model) as manager:
         store = manager._engine.store
@@ -111,7 +116,7 @@ async def live(path: Path, model: str, pipe: Pipe) -> None:
                     pipe.tell("at", commit=commit, **await facts(manager, session))
 
 
-async def uninterrupted(path: Path, model: str, pipe: Pipe, commits: int) -> None:
+async def uninterrupted(path: Path, model: str, commits: int, *, pipe: Pipe) -> None:
     """The same steps in one life: each conversation as far as any session came."""
     async with manager_of(path, model) as manager:
         for conversation in range(CONVERSATIONS):
@@ -123,7 +128,7 @@ async def uninterrupted(path: Path, model: str, pipe: Pipe, commits: int) -> Non
                     pipe.tell("at", commit=number, **await facts(manager, session))
 
 
-async def survey(path: Path, model: str, pipe: Pipe) -> None:
+async def survey(path: Path, model: str, *, pipe: Pipe) -> None:
     """Every session's last commit."""
     async with manager_of(path, model) as manager:
         for info in await manager.sessions():
@@ -133,15 +138,18 @@ async def survey(path: Path, model: str, pipe: Pipe) -> None:
 
 # Watching them
 
+Life = Callable[..., Coroutine[Any, Any, None]]
+"""What a child does; it is called with `pipe=`, on which it says what it has done."""
 
-def fork(life: Callable[[Pipe], Awaitable[None]]) -> tuple[int, Pipe]:
+
+def fork(life: Life) -> tuple[int, Pipe]:
     """A child that runs `life` with a pipe to this process."""
     pipe = Pipe()
     pid = os.fork()
     if pid == 0:
         os.close(pipe.reading)
         try:
-            asyncio.run(life(pipe))  # type: ignore[arg-type]
+            asyncio.run(life(pipe=pipe))
         except BaseException:
             traceback.print_exc()
             os._exit(1)
@@ -153,10 +161,11 @@ def fork(life: Callable[[Pipe], Awaitable[None]]) -> tuple[int, Pipe]:
 class Watch:
     """The lines of one child, as they come."""
 
-    def __init__(self, life: Callable[[Pipe], Awaitable[None]]) -> None:
+    def __init__(self, life: Life) -> None:
         self.started = time.monotonic()
         self.pid, self._pipe = fork(life)
         self.lines: list[dict[str, Any]] = []
+        self._times: list[float] = []
         self._rest = b""
 
     def wait_for(self, kind: str, count: int = 1, timeout: float = 60) -> bool:
@@ -185,11 +194,15 @@ class Watch:
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [line for line in self.lines if line["kind"] == kind]
 
+    def seconds(self, kind: str) -> list[float]:
+        """When each line of a kind came, since the start."""
+        return [at for line, at in zip(self.lines, self._times, strict=True) if line["kind"] == kind]
+
     def _read(self) -> bool:
         found = os.read(self._pipe.reading, 1 << 16)
         *whole, self._rest = (self._rest + found).split(b"\n")
-        now = time.monotonic() - self.started
-        self.lines += [json.loads(line) | {"seconds": now} for line in whole]
+        self.lines += [json.loads(line) for line in whole]
+        self._times += [time.monotonic() - self.started] * len(whole)
         return bool(found)
 
 
@@ -197,7 +210,7 @@ def was_killed(status: int) -> bool:
     return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
 
 
-def run_to_end(life: Callable[[Pipe], Awaitable[None]]) -> list[dict[str, Any]]:
+def run_to_end(life: Life) -> list[dict[str, Any]]:
     """The lines of a child that nobody kills."""
     watch = Watch(life)
     status = watch.end(kill=False)
@@ -215,7 +228,7 @@ def kills(path: Path, model: str, kills: int, inside: int, seed: int) -> dict[st
     opening, committing = [], []
     hit = 0
     while len(lives) < kills or (hit < inside and len(lives) < 3 * kills):
-        watch = Watch(lambda pipe: live(path, model, pipe))
+        watch = Watch(partial(live, path, model))
         if hit * kills < inside * (len(lives) + 1):  # lags behind: aim at a commit
             watch.wait_for("commit:begin", rng.randint(1, 3))
             time.sleep(rng.uniform(0, statistics.median(committing or [0.002])))
@@ -225,13 +238,13 @@ def kills(path: Path, model: str, kills: int, inside: int, seed: int) -> dict[st
         lives.append(watch)
         if not was_killed(status):
             return {"failed": f"life {len(lives)} ended with {status}", "lives": [], "reference": [], "last": []}
-        begun, synced = watch.of("commit:begin"), watch.of("commit:synced")
+        begun, synced = watch.seconds("commit:begin"), watch.seconds("commit:synced")
         hit += len(begun) > len(synced)
-        opening += [watch.of("at")[0]["seconds"]] if watch.of("at") else []
-        committing += [b["seconds"] - a["seconds"] for a, b in zip(begun, synced, strict=False)]
-    last = run_to_end(lambda pipe: survey(path, model, pipe))
+        opening += watch.seconds("at")[:1]
+        committing += [end - begin for begin, end in zip(begun, synced, strict=False)]
+    last = run_to_end(partial(survey, path, model))
     reached = max(line["commit"] for watch in lives for line in watch.of("at")) + 1
-    reference = run_to_end(lambda pipe: uninterrupted(path.with_name("reference"), model, pipe, reached))
+    reference = run_to_end(partial(uninterrupted, path.with_name("reference"), model, reached))
     lines = [[line for line in watch.lines if line["kind"] in ("at", "opened")] for watch in lives]
     return {"failed": "", "lives": lines, "inside": hit, "reference": reference, "last": last}
 
@@ -239,18 +252,17 @@ def kills(path: Path, model: str, kills: int, inside: int, seed: int) -> dict[st
 def kill_points(path: Path) -> dict[str, Any]:
     """Second (and first) steps that kill themselves at each point a write passes: what is there before and after."""
     outcomes = {}
-    for before in (0, 1):
-        for point in POINTS:
-            place = path / f"{before}-{point.replace(':', '-')}"
-            [*_, old] = run_to_end(lambda pipe, place=place: advance(place, pipe, before))
-            watch = Watch(lambda pipe, place=place, point=point: advance(place, pipe, before + 1, kill_at=point))
-            assert was_killed(watch.end(kill=False)), point
-            found, *_, new = run_to_end(lambda pipe, place=place: advance(place, pipe, before + 1))
-            outcomes[f"{before} {point}"] = {"old": old, "found": found, "new": new}
+    for before, point in product((0, 1), POINTS):
+        place = path / f"{before}-{point.replace(':', '-')}"
+        [*_, old] = run_to_end(partial(advance, place, before))
+        watch = Watch(partial(advance, place, before + 1, kill_at=point))
+        assert was_killed(watch.end(kill=False)), point
+        lines = run_to_end(partial(advance, place, before + 1))
+        outcomes[f"{before} {point}"] = {"old": old, "found": lines[0], "new": lines[-1]}
     return outcomes
 
 
-async def advance(path: Path, pipe: Pipe, commits: int, kill_at: str | None = None) -> None:
+async def advance(path: Path, commits: int, *, pipe: Pipe, kill_at: str | None = None) -> None:
     """Bring the store to so many commits, saying each and the space it takes."""
     async with manager_of(path) as manager:
         store = manager._engine.store
@@ -264,8 +276,110 @@ async def advance(path: Path, pipe: Pipe, commits: int, kill_at: str | None = No
                 pipe.tell("at", commit=number, problems=store.verify(), **space, **await facts(manager, session))
 
 
-def commands() -> Iterator[Callable[..., dict[str, Any]]]:
-    yield from (kills, kill_points)
+def kill_before_backup(path: Path) -> dict[str, Any]:
+    """With durability="tokens": two steps, the second returned and its process killed before its pages were on disk."""
+    watch = Watch(partial(outrun_backup, path))
+    assert was_killed(watch.end(kill=False))
+    return {"lines": watch.of("at")}
+
+
+async def outrun_backup(path: Path, *, pipe: Pipe) -> None:
+    async with manager_of(path, durability="tokens") as manager, manager.session("s0") as session:
+        tokens, options = script(1)
+        await session.step(tokens, **options)
+        pipe.tell("at", commit=1, **await facts(manager, session))
+        prepared, prepare = threading.Event(), session._prepare_commit
+
+        async def prepare_first(*arguments: Any) -> Any:
+            commit = await prepare(*arguments)
+            prepared.set()
+            return commit
+
+        session._prepare_commit = prepare_first  # type: ignore[method-assign]
+        # The disk lane is held from the first page on until the step has seen which of its pages are on disk.
+        manager._engine.store.hook = lambda point: prepared.wait() if point == "put:begin" else None
+        await session.step(list(range(200)), decoding=DecodingConfig(max_new_tokens=4, ignore_eos=True))
+        pipe.tell("at", commit=2, **await facts(manager, session))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def use_after_fork(path: Path) -> dict[str, Any]:
+    """A forked child uses the manager that its parent has open; then the parent goes on."""
+    return asyncio.run(fork_while_open(path))
+
+
+async def fork_while_open(path: Path) -> dict[str, Any]:
+    async with manager_of(path) as manager, manager.session("s0") as session, manager.session("new") as fresh:
+        tokens, options = script(1)
+        await session.step(tokens, **options)
+        before = await facts(manager, session)
+        pid, pipe = fork(partial(use, manager, session, fresh))
+        raised = [json.loads(line) for line in os.fdopen(pipe.reading, "rb")]
+        status = os.waitpid(pid, 0)[1]  # noqa: ASYNC222  # the child uses this very loop's copies
+        after = await facts(manager, session)
+        tokens, options = script(2)
+        await session.step(tokens, **options)
+        return {"status": status, "raised": raised, "before": before, "after": after, "head": session.head}
+
+
+async def use(manager: agentkv.SessionManager, session: agentkv.Session, fresh: agentkv.Session, *, pipe: Pipe) -> None:
+    """What each public call raises."""
+    calls = {
+        "step": lambda: session.step([1, 2, 3]),
+        "first step": lambda: fresh.step([1, 2, 3]),
+        "text": lambda: session.step("hello"),
+        "digest": fresh.digest,
+        "sessions": manager.sessions,
+        "delete": lambda: manager.delete("s1"),
+        "open": lambda: manager.session("other").__aenter__(),
+        "sleep": session.sleep,
+        "statistics": lambda: asyncio.to_thread(manager.statistics),
+    }
+    for name, call in calls.items():
+        try:
+            await asyncio.wait_for(call(), 5)
+        except BaseException as error:
+            pipe.tell(name, error=type(error).__name__)
+        else:
+            pipe.tell(name, error="")
+
+
+def kill_readers(path: Path, readers: int) -> dict[str, Any]:
+    """Processes that die while they hold a snapshot of the store; then a manager opens it."""
+    run_to_end(partial(advance, path, 1))
+    for _ in range(readers):
+        pid = os.fork()
+        if pid == 0:
+            lmdb.open(str(path / "gen-1"), readonly=True, map_size=0, max_dbs=8).begin()
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert was_killed(os.waitpid(pid, 0)[1])
+    watch = Watch(partial(advance_with_readers, path))
+    assert watch.end(kill=False) == 0
+    return {"readers": watch.of("readers")[0]["left"], "lines": watch.of("at")}
+
+
+async def advance_with_readers(path: Path, *, pipe: Pipe) -> None:
+    async with manager_of(path) as manager:
+        env = manager._engine.store._env
+        assert env is not None
+        pipe.tell("readers", left=env._env.readers().splitlines())
+    await advance(path, 2, pipe=pipe)
+
+
+def steps(path: Path, commits: int) -> dict[str, Any]:
+    """An ordinary life: bring the store to so many commits and close it."""
+    return {"lines": run_to_end(partial(advance, path, commits))}
+
+
+def killed_steps(path: Path, commits: int) -> dict[str, Any]:
+    """Bring the store to so many commits; killed as it begins the next one."""
+    watch = Watch(partial(live, path, "tiny"))
+    assert watch.wait_for("at", commits + 1)
+    assert was_killed(watch.end(kill=True))
+    return {"lines": watch.of("at")}
+
+
+COMMANDS = (kills, kill_points, kill_before_backup, use_after_fork, kill_readers, steps, killed_steps)
 
 
 if __name__ == "__main__":
@@ -273,4 +387,4 @@ if __name__ == "__main__":
 
     arguments = json.loads(sys.argv[2])
     arguments["path"] = Path(arguments["path"])
-    print(json.dumps({command.__name__: command for command in commands()}[sys.argv[1]](**arguments)))
+    print(json.dumps({command.__name__: command for command in COMMANDS}[sys.argv[1]](**arguments)))

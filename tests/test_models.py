@@ -1,14 +1,12 @@
-"""Promises of `agentkv.models`: what cannot be run is refused by name, and digests name what they should."""
+"""Promises of `agentkv.models`: what cannot be run correctly is refused by name, before it is loaded."""
 
 import json
-import logging
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,16 +15,11 @@ from agentkv.errors import ModelNotFound, UnsupportedModel
 from agentkv.models import (
     check_supported,
     embedded,
-    first_difference,
-    identity,
-    kv_id,
     load_model,
     load_tokenizer,
     resolve,
-    text_id,
     write_tiny,
 )
-from agentkv.models.cache import cache_directory, file_digest, made_once
 from agentkv.types import ModelShape
 
 INDEX = "model.safetensors.index.json"
@@ -328,172 +321,6 @@ def test_the_embedded_model_is_what_it_says():
     with torch.inference_mode():
         out = model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)
     assert "Paris" in tokenizer.decode(out[0, len(ids) :])
-
-
-# --- the cache
-
-
-def test_a_cached_model_is_made_once(home):
-    first = resolve("tiny")
-    stamp = (first.directory / "model.safetensors").stat().st_mtime_ns
-    assert resolve("tiny") == first
-    assert (first.directory / "model.safetensors").stat().st_mtime_ns == stamp
-    assert first.directory.parent == home == cache_directory()
-
-
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "list", "empty"])
-def test_a_damaged_cache_is_made_anew(home, damage, caplog):
-    directory = resolve("tiny").directory
-    weights = directory / "model.safetensors"
-    whole = weights.read_bytes()
-    if damage == "flip":
-        weights.write_bytes(whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
-    elif damage == "truncate":
-        weights.write_bytes(whole[:100])
-    elif damage == "remove":
-        weights.unlink()
-    elif damage == "list":
-        (directory / "agentkv-files.json").write_text("{")
-    else:
-        shutil.rmtree(directory)
-        directory.mkdir()
-    with caplog.at_level(logging.WARNING, "agentkv.models"):
-        assert resolve("tiny").directory == directory
-    assert weights.read_bytes() == whole
-    assert "damaged" in caplog.text
-    assert [p.name for p in home.iterdir() if p.name.startswith(".")] == []
-
-
-def test_a_failure_leaves_nothing_behind(home):
-    def half(directory):
-        (directory / "config.json").write_text("{}")
-        raise RuntimeError("stop")
-
-    with pytest.raises(RuntimeError):
-        made_once("half", half)
-    assert list(home.iterdir()) == []
-
-
-def test_two_makers_at_once_agree(home):
-    """The second finishes while the first is still at it: one rename stands, and both return it."""
-
-    def outer(directory):
-        (directory / "by").write_text("outer")
-        inner = made_once("both", lambda d: (d / "by").write_text("inner"))
-        assert (inner / "by").read_text() == "inner"
-
-    assert (made_once("both", outer) / "by").read_text() == "inner"
-    assert sorted(os.listdir(home)) == ["both", "digests"]
-
-
-def test_the_cache_follows_the_platforms_convention(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for value in (None, "", "relative/path"):
-        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-        if value is not None:
-            monkeypatch.setenv("XDG_CACHE_HOME", value)
-        assert cache_directory() == tmp_path / ".cache" / "agentkv" / "models"
-
-
-def test_digests_are_remembered_by_stat_and_never_believed_when_damaged(home, tmp_path):
-    file = tmp_path / "f"
-    file.write_bytes(b"one")
-    digest = file_digest(file)
-    remembered = next((home / "digests").iterdir())
-    stat, kept = remembered.read_text().rsplit(" ", 1)
-    assert kept == digest
-
-    remembered.write_text(f"{stat} {'0' * 32}")
-    assert file_digest(file) == "0" * 32  # believed: it was not read again
-    for damage in ("", "x", f"{stat} nonsense", f"{stat} 00", "\ud7ff" * 9, f"0 {stat} {digest}"):
-        remembered.write_text(damage)
-        assert file_digest(file) == digest
-    remembered.write_text(f"{stat} {'0' * 32}")
-    size, mtime = file.stat().st_size, file.stat().st_mtime_ns
-    file.write_bytes(b"two")
-    os.utime(file, ns=(mtime, mtime))  # same size, same mtime: ctime tells
-    assert file.stat().st_size == size
-    assert file_digest(file) not in (digest, "0" * 32)
-
-
-# --- identity
-
-
-def _identity(model, dtype="float32", page_size=16):
-    files = resolve(model)
-    return identity(files, dtype, page_size, load_tokenizer(files))
-
-
-def _flip_weights(model):
-    tensors = load_file(model / "model.safetensors")
-    tensors["model.layers.0.self_attn.v_proj.weight"][0, 0] += 1
-    save_file(tensors, model / "model.safetensors", {"format": "pt"})
-
-
-CHANGES = {
-    "weights": _flip_weights,
-    "config": lambda model: _edit(model / "config.json", rms_norm_eps=1e-5),
-    "tokenizer": lambda model: _edit(model / "tokenizer_config.json", add_prefix_space=True),
-    "template": lambda model: (model / "chat_template.jinja").write_text("{{ messages }}"),
-}
-
-
-@pytest.mark.parametrize("field", [*CHANGES, "dtype", "page_size"])
-def test_each_change_shows_in_its_own_field_alone(model, field):
-    before = _identity(model)
-    if field in CHANGES:
-        CHANGES[field](model)
-    after = _identity(
-        model, "bfloat16" if field == "dtype" else "float32", page_size=32 if field == "page_size" else 16
-    )
-    differing = [f for f in before.__struct_fields__ if getattr(before, f) != getattr(after, f)]
-    assert differing == [field]
-    assert first_difference(before, after) == (field, str(getattr(before, field)), str(getattr(after, field)))
-    of_text = field in ("tokenizer", "template")
-    assert (kv_id(before) != kv_id(after)) is not of_text
-    assert (text_id(before) != text_id(after)) is of_text
-
-
-def test_inert_changes_do_not_show(model):
-    before = _identity(model)
-    _edit(
-        model / "config.json", transformers_version="9.9", use_cache=False, _name_or_path="/elsewhere", dtype="bfloat16"
-    )
-    _edit(model / "tokenizer_config.json", name_or_path="/elsewhere", is_local=True)
-    moved = model.rename(model.parent / "elsewhere")
-    os.utime(moved / "model.safetensors")
-    assert _identity(moved) == before
-    assert first_difference(before, before) is None
-
-
-def test_where_weights_lie_is_part_of_them(model, source):
-    """The same tensors in other files are another digest: cheap to tell, and never wrongly equal."""
-    _shard(model)
-    assert _identity(model).weights != _identity(source).weights
-
-
-def test_differences_come_in_order(model):
-    before = _identity(model)
-    other = msgspec.structs.replace(before, adapter="a", page_size=32, template="t", tokenizer="t")
-    assert first_difference(before, other) == ("adapter", "", "a")
-    assert first_difference(before, msgspec.structs.replace(other, adapter="")) == ("page_size", "16", "32")
-    assert first_difference(before, msgspec.structs.replace(before, template="t", tokenizer="t"))[0] == "tokenizer"
-    assert first_difference(before, msgspec.structs.replace(before, head="h")) is None
-    assert len(kv_id(before)) == len(text_id(before)) == 16
-
-
-def test_ids_do_not_depend_on_the_process(model):
-    code = (
-        "import sys; from agentkv.models import *; f = resolve(sys.argv[1]); "
-        "i = identity(f, 'float32', 16, load_tokenizer(f)); print(kv_id(i).hex(), text_id(i).hex())"
-    )
-    here = _identity(model)
-    path = os.pathsep.join(p or os.getcwd() for p in sys.path)
-    environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(model)], check=True, env=environment, capture_output=True, text=True
-    )
-    assert done.stdout.split() == [kv_id(here).hex(), text_id(here).hex()]
 
 
 def test_importing_the_package_is_cheap():

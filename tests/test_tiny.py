@@ -83,9 +83,9 @@ def test_writing_draws_nothing_from_the_global_generator(tmp_path):
 @pytest.mark.parametrize("prompt", ["hello", "the cat sat on the mat. " * 8])
 def test_greedy_output_is_varied_and_decided_by_margins(tiny, prompt):
     _, model, tokenizer = tiny
-    tokens, margins = _greedy(model, tokenizer.encode(prompt), 96)
-    assert len(set(tokens)) > 40
-    assert max(map(tokens.count, set(tokens))) < 12
+    tokens, margins = _greedy(model, tokenizer.encode(prompt), 64)
+    assert len(set(tokens)) > 30
+    assert max(map(tokens.count, set(tokens))) < 10
     assert min(margins) > 5e-4  # what counts as a tie in fp32
     assert sorted(margins)[len(margins) // 2] > 0.5
     assert tokenizer.decode(tokens).isprintable()

@@ -1,6 +1,5 @@
-"""Promises of `agentkv.transcript` and `agentkv.rendering`: turns extend, content stays text, templates are bounded."""
+"""Promises of `agentkv.transcript`: turns strictly extend, and content stays text."""
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -334,40 +333,6 @@ def test_a_template_without_the_assistants_turn_is_refused(plain):
     transcript.close()
 
 
-@pytest.mark.parametrize(
-    ("attack", "said"),
-    [
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "longer than"),
-        ("{{ (n + 8) ** (9 ** 9) % 7 }}", "longer than"),
-        ("{{ 'x' * (n * 2 ** 31) }}", "MiB"),
-        ("{{ 'x' * 300000 }}", "200000 characters"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "failed"),
-        ("{{ cycler.__init__.__globals__.os.system('true') }}", "failed"),
-        ("{{ messages.append(1) }}", "failed"),
-        ("{% include '/etc/passwd' %}", "failed"),
-        ("{{ '\\ud800' }}", "UnicodeEncodeError"),
-    ],
-    ids=["loop", "power", "memory", "output", "mro", "globals", "mutation", "include", "surrogate"],
-)
-def test_a_malicious_template_is_bounded(plain, attack, said):
-    # `n` keeps the attack from being folded into a constant when the template is compiled, for the innocent too.
-    template = "{% set n = messages | length %}{% if messages[0]['content'] == 'attack' %}" + attack + "{% endif %}ok"
-    with_limits = _limited(plain, template, time_limit_s=1.5, size_limit=200_000)
-    start = time.monotonic()
-    with pytest.raises(TemplateError, match=said):
-        with_limits.delta("attack", started=False, last_token=None)
-    assert time.monotonic() - start < 20
-    assert with_limits.delta("fine", started=False, last_token=None).token_ids  # and the next one is served
-    with_limits.close()
-
-
-def test_a_syntax_error_is_a_template_error(plain):
-    transcript = _limited(plain, "{% for %}")
-    with pytest.raises(TemplateError, match="TemplateSyntaxError"):
-        transcript.delta("hi", started=False, last_token=None)
-    transcript.close()
-
-
 def test_threads_share_a_transcript(chatml):
     def turn(index):
         return chatml.tokenizer.decode(chatml.next(f"question {index}", chatml.end).token_ids)
@@ -375,20 +340,6 @@ def test_threads_share_a_transcript(chatml):
     with ThreadPoolExecutor(4) as pool:
         texts = list(pool.map(turn, range(40)))
     assert all(f"question {i}<|im_end|>" in text for i, text in enumerate(texts))
-
-
-def test_the_child_ends_with_the_transcript(plain):
-    for end in (Transcript.close, lambda transcript: None):
-        transcript = _limited(plain, CHATML)
-        assert transcript._renderer is not None
-        child = transcript._renderer._child
-        assert child.poll() is None
-        end(transcript)
-        if end is Transcript.close:
-            with pytest.raises(TemplateError):
-                transcript.delta("hi", started=False, last_token=None)
-        del transcript
-        assert child.poll() is not None
 
 
 def test_end_tokens_are_all_that_are_named(chatml):

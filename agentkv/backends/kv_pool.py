@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from agentkv.config import PAGE_TOKENS
+from agentkv.errors import CapacityError
 from agentkv.types import ModelShape
 
 KV = tuple[torch.Tensor, torch.Tensor]
@@ -21,8 +22,10 @@ class KVPool:
         self.tail_capacity = tail_capacity
         self.dtype = getattr(torch, shape.dtype)
         size = (shape.layers, shape.kv_heads, pages, PAGE_TOKENS, shape.head_dim)
-        self.k = torch.empty(size, dtype=self.dtype)
-        self.v = torch.empty(size, dtype=self.dtype)
+        try:
+            self.k, self.v = torch.empty(size, dtype=self.dtype), torch.empty(size, dtype=self.dtype)
+        except RuntimeError as error:
+            raise CapacityError(f"{pages} pages of KV cannot be reserved: lower EngineConfig.kv_bytes") from error
         self._tails: dict[int, KV] = {}
         self._spare: list[KV] = []
 

@@ -227,7 +227,7 @@ class Sampler:
             kept, maybe, sure = self._masks(logits, total)
             if ids.size == self.vocab or not maybe[-1]:
                 return _Candidates(ids, logits, kept, maybe, sure)
-            size *= 8
+            size *= 4
 
     def _masks(self, logits: NDArray[np.float64], total: float) -> tuple[NDArray[np.bool_], ...]:
         """`kept`, `maybe`, `sure` of sorted candidates, cut after cut; see `_Candidates`."""

@@ -17,11 +17,17 @@ def open_store(
     path: str | os.PathLike[str], store_bytes: int, writer: bool, force: bool
 ) -> tuple[Environment, WriterLock | None]:
     """The environment, and the writer's lock; see `Store.open` for what it raises."""
-    root = Path(os.path.realpath(os.path.expanduser(path)))
-    if not writer:
-        return _open_reader(root, store_bytes, force), None
-    directory.prepare(root, force)
-    lock = WriterLock(root)
+    try:
+        expanded = os.path.expanduser(path)
+        if os.fspath(expanded).startswith("~"):
+            raise StoreError(f"{os.fspath(path)!r}: there is no such user")
+        root = Path(os.path.realpath(expanded))
+        if not writer:
+            return _open_reader(root, store_bytes, force), None
+        directory.prepare(root, force)
+        lock = WriterLock(root)
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
+        raise StoreError(f"{os.fspath(path)!r} cannot be used as a store: {error}") from error
     try:
         directory.remove_other_generations(root)
         return _open_writer(root, store_bytes), lock

@@ -17,6 +17,7 @@ import numpy as np
 
 from agentkv.errors import (
     CheckpointExpired,
+    IdentityMismatch,
     InvalidInput,
     SessionNotFound,
     StoreDamaged,
@@ -246,13 +247,14 @@ class Store:
             return list(_require_session(transaction, namespace, session).checkpoints)
 
     def sessions(self, namespace: str) -> list[SessionInfo]:
-        """The namespace's sessions by id. A damaged entry is logged and left out: the others must stay usable."""
+        """The namespace's sessions by id. A damaged entry, or one of a newer format, is logged and left out: the others
+        must stay usable."""
         found = []
         with self._read() as transaction:
             for key, value in transaction.scan(Table.SESSIONS, namespace_prefix(namespace)):
                 try:
                     entry = decode_session(value)
-                except StoreDamaged as error:
+                except (StoreDamaged, IdentityMismatch) as error:
                     _log.error("session entry %s: %s", key.hex(), error)
                     continue
                 head = checkpoint_name(entry.id, entry.head.number)
@@ -356,8 +358,8 @@ def _read_page(transaction: Transaction, namespace: str, codec: PageCodec, recor
     try:
         payload = codec.decode(values)
     except StoreDamaged as error:
-        # Without its traceback, whose frames hold views into the map.
-        return StoreDamaged(f"page record {record}: {error}").with_traceback(None)
+        # A new one: the traceback of `error` holds views into the map.
+        return StoreDamaged(f"page record {record}: {error}")
     if payload.shape[1] != codec.layer_bytes:
         return StoreDamaged(f"page record {record} is no whole page")
     return payload

@@ -5,6 +5,7 @@ checks stand between it and `loading.py`: data files only, shards beside their i
 """
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def resolve(model: str | Path, *, progress: Progress | None = None) -> ModelFile
         return _checked(smollm2(progress), SOURCE)
     if model == "tiny":
         return _checked(made_once(f"tiny-{RECIPE}", _write_default), f"tiny, recipe {RECIPE}")
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))  # Path.expanduser fails on an unknown user
     if path.is_dir():
         return _checked(path.resolve(), str(path.resolve()))
     hub = _HUB_ID.fullmatch(model) if isinstance(model, str) else None

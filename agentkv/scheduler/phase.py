@@ -27,6 +27,7 @@ _FORGET = 0.99  # of sparse evidence, per round without it: a collapse is not fo
 _PRIOR_WEIGHT = 2.0
 _SPARSE_PRIOR = 0.85
 _LOOKUP_PRIORS = (0.35, 0.5, 0.65, 0.85)
+_LEAST_SECONDS = 1e-6  # of any forward: keeps ratios finite where the fit passes through the origin
 _REFINE_RATE = 0.1
 _STALE_RATE = 0.005
 _LEDGER_DECAY = 0.999
@@ -61,7 +62,9 @@ class TimeModel(msgspec.Struct, forbid_unknown_fields=True):
 
     def seconds(self, rows: int, kv_bytes: float) -> float:
         """Predicted seconds of one forward."""
-        return sum(weight * self._at(index, kv_bytes) for index, weight in self._weights(rows))
+        seconds = sum(weight * self._at(index, kv_bytes) for index, weight in self._weights(rows))
+        # A noisy fit may slope down at its end: more rows than were ever timed cost no less than the most of them.
+        return seconds if rows <= self.rows[-1] else max(seconds, self._at(len(self.rows) - 1, kv_bytes))
 
     def refine(self, rows: int, kv_bytes: float, seconds: float) -> None:
         """Correct the row counts next to `rows` by a measured forward, slowly.
@@ -82,7 +85,7 @@ class TimeModel(msgspec.Struct, forbid_unknown_fields=True):
                 self.drift[index] += _STALE_RATE * (self.drift[0] - self.drift[index])
 
     def _at(self, index: int, kv_bytes: float) -> float:
-        return (self.c0[index] + self.c1[index] * kv_bytes) * math.exp(self.drift[index])
+        return max(self.c0[index] + self.c1[index] * kv_bytes, _LEAST_SECONDS) * math.exp(self.drift[index])
 
     def _weights(self, rows: int) -> tuple[tuple[int, float], ...]:
         """Row counts that `rows` lies between, with their weights (sum 1; one is negative above the largest)."""
