@@ -12,7 +12,7 @@ import agentkv
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line. Exit codes: 0, 1 (an error, or a demo that failed), 2 (usage, by SystemExit), 130 (Ctrl-C)."""
+    """Run a command line. Exit codes: 0, 1 (an error or a failed demo), 130 (Ctrl-C); bad usage is SystemExit(2)."""
     options = build_parser().parse_args(arguments)
     try:
         return options.run(options)

@@ -81,26 +81,36 @@ class Executor:
     async def _admit(self) -> None:
         """Wait until something runs; take in, in order of arrival, what the pool can hold to its end."""
         while True:
-            while self._waiting and await self._fits(self._waiting[0]):
-                self._running.append(self._waiting.pop(0))
+            for generation in list(self._waiting):
+                if await self._fits(generation):
+                    self._waiting.remove(generation)
+                    self._running.append(generation)
+                elif self._room.may_grow:
+                    break
+                # Else those that wait hold what is missing: one behind may fit, and its end makes room.
             if self._running:
                 return
-            await self._room.changed()
+            if not self._waiting or self._room.may_grow:
+                await self._room.changed()
+            else:
+                await self._refuse_if_hopeless(self._waiting[0])
 
     async def _fits(self, generation: Generation) -> bool:
-        """Whether every page the generation may come to hold can be had; it fails here if that will never be so."""
+        """Whether every page the generation may come to hold can be had."""
         fits = await self._room.make(generation.page_limit - len(generation.sequence.table))
-        if generation not in self._waiting:  # withdrawn meanwhile
-            return False
-        if not fits and not self._room.may_grow:
-            self._waiting.remove(generation)
-            generation.error = CapacityError(
-                f"{generation.page_limit} pages of {PAGE_TOKENS} tokens wanted, the pool has {self._room.capacity}: "
-                "raise EngineConfig.kv_bytes, lower max_new_tokens or close sessions"
-            )
-            generation.publish(over=True)
-            self._room.change()
-        return fits
+        return fits and generation in self._waiting  # it may have been withdrawn meanwhile
+
+    async def _refuse_if_hopeless(self, generation: Generation) -> None:
+        """Fail what nobody's end can make room for."""
+        if await self._fits(generation) or self._room.may_grow or generation not in self._waiting:
+            return
+        self._waiting.remove(generation)
+        generation.error = CapacityError(
+            f"{generation.page_limit} pages of {PAGE_TOKENS} tokens wanted, the pool has {self._room.capacity}: "
+            "raise EngineConfig.kv_bytes, lower max_new_tokens or close sessions"
+        )
+        generation.publish(over=True)
+        self._room.change()
 
     def _round(self) -> None:
         """One round of all that run (compute lane). What fails here fails the steps in it, not the manager."""

@@ -43,9 +43,12 @@ class Room:
 
     async def make(self, pages: int) -> bool:
         """Whether `pages` more can be had now, idle sessions' pages included. True holds until the next await."""
-        if self.spare < pages:
+        while self.spare < pages:
+            unchanged = self._changed
             await self._reclaim(pages - self.spare)
-        return self.spare >= pages
+            if self.spare < pages and not unchanged.is_set():
+                return False
+        return True
 
     @asynccontextmanager
     async def promised(self, pages: int) -> AsyncIterator[None]:

