@@ -31,7 +31,7 @@ def transformers_decoder(model: Any, ids: list[int], cache: Any) -> Callable[[],
             token = _forward(model, token, cache, len(ids) + step)
         seconds = (time.perf_counter() - started) / TOKENS
         if isinstance(cache, DynamicCache):
-            cache.crop(len(ids))
+            cache.crop(-TOKENS)
         return seconds
 
     return run

@@ -107,14 +107,14 @@ def _directory(path: Path, config: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize("config", HYBRID_OR_RECURRENT, ids=lambda config: config["model_type"])
 async def test_c85_models_with_recurrent_state_are_refused(tmp_path, config):
-    with pytest.raises(UnsupportedModel, match="recurrent|model_type|layer_types|not text"):
+    with pytest.raises(UnsupportedModel, match=r"recurrent|model_type|layer_types|not text"):
         async with open_tiny(tmp_path / "store", await asyncio.to_thread(_directory, tmp_path / "model", config)):
             pass
 
 
 @pytest.mark.parametrize("config", WINDOWS_OR_LATENT, ids=lambda config: config["model_type"])
 async def test_c86_models_with_windows_or_latent_attention_are_refused(tmp_path, config):
-    with pytest.raises(UnsupportedModel, match="window|layer_types|latent|chunked"):
+    with pytest.raises(UnsupportedModel, match=r"window|layer_types|latent|chunked"):
         async with open_tiny(tmp_path / "store", await asyncio.to_thread(_directory, tmp_path / "model", config)):
             pass
 
@@ -419,7 +419,8 @@ async def test_c21_the_map_is_resized_only_when_no_transaction_lives(tmp_path):
         await session.step([1, 2] * 200, decoding=SHORT)
         digest = await session.digest()
         small = manager._engine.store._live()._env.info()["map_size"]
-    child = subprocess.Popen(
+    child = await asyncio.to_thread(
+        subprocess.Popen,
         [sys.executable, "-c", script, str(tmp_path)],
         cwd=Path(agentkv.__file__).parents[1],
         stdin=subprocess.PIPE,

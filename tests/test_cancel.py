@@ -93,10 +93,13 @@ async def by_anyio_scope(step: Step, arm: Callable[[Callable[[], object]], None]
 
 
 async def by_asyncio_timeout(step: Step, arm: Callable[[Callable[[], object]], None]) -> None:
-    with pytest.raises(TimeoutError):
+    async def timed() -> None:
         async with asyncio.timeout(None) as timeout:
             arm(lambda: timeout.reschedule(0))
             await step()
+
+    with pytest.raises(TimeoutError):
+        await timed()
 
 
 CANCELLERS = [by_task_cancel, by_anyio_scope, by_asyncio_timeout]

@@ -6,7 +6,7 @@ is lost, shifted, stale or another session's shows at once. The store is a real 
 
 import shutil
 import tempfile
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -143,7 +143,7 @@ class TableMachine(RuleBasedStateMachine):
         runs = self.table.runs()
         assert [first + i for first, length in runs for i in range(length)] == self.pages
         assert list(runs) == page_runs(self.pages)
-        assert all(sum(left) != right[0] for left, right in zip(runs, runs[1:], strict=False)), "runs are maximal"
+        assert all(sum(left) != right[0] for left, right in pairwise(runs)), "runs are maximal"
 
 
 class MemoryMachine(RuleBasedStateMachine):

@@ -144,8 +144,9 @@ async def test_a_slow_consumer_stalls_nobody(tiny):
             for _ in range(2):
                 result = await asyncio.wait_for(quick.step(PROMPT, decoding=DECODING), 30)
                 assert result.usage.output == DECODING.max_new_tokens
-            while tiny.statistics()["executor"]["running"]:  # the slow one's step has been computed meanwhile
-                await asyncio.sleep(0.001)
+            assert stream._generation is not None
+            await asyncio.wait_for(stream._generation.released(), 30)  # its own step has been computed meanwhile
+            assert not tiny.statistics()["executor"]["running"]
             rest = [event async for event in stream]
         done = rest[-1]
         assert isinstance(first, Round)
