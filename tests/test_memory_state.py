@@ -247,20 +247,22 @@ class MemoryMachine(RuleBasedStateMachine):
     # Commit, rollback, sleep
 
     @rule(name=names)
+    def write_ahead(self, name: str) -> None:
+        """Sealed pages go to disk while the step goes on."""
+        table, offered = self.awake[name].table, self.awake[name].offered
+        fresh = list(zip(table.records, table.pages[: table.sealed], strict=True))[offered:]
+        self.store.put_pages("n", CODEC, ((record, self.payload(self.memory.pages[page])) for record, page in fresh))
+        self.awake[name].offered = table.sealed
+
+    @rule(name=names)
     def commit(self, name: str) -> None:
         """Provisional rows are recomputed first; nothing is committed while input is pending."""
         self.verify(name, 0, 0)
         sequence, head = self.awake[name], self.heads[name]
         if sequence.pending != 1:
             return
-        records = sequence.table.records
-        fresh = [
-            (record, self.payload(self.memory.pages[page]))
-            for record, page in list(zip(records, sequence.table.pages, strict=True))[sequence.offered :]
-        ]
-        self.store.put_pages("n", CODEC, fresh)
-        sequence.offered = sequence.table.sealed
-        rows = sequence.tail.rows
+        self.write_ahead(name)
+        records, rows = sequence.table.records, sequence.tail.rows
         base = head[0] if head else None
         unchanged = min(base.tokens, len(self.rows[name])) if base else 0
         commit = Commit(
