@@ -174,12 +174,17 @@ class SessionManager:
         return any(session.at_work for session in self._sessions.values())
 
     async def _close_sessions(self) -> None:
-        for session in list(self._sessions.values()):
-            try:
-                await session.close(ManagerClosed("the manager has been closed"))
-            except AgentKVError:
-                _log.exception("the step in flight of session %r could not be kept", session.id)
+        # All at once: one may be waiting for room that another's end makes.
+        async with anyio.create_task_group() as group:
+            for session in self._sessions.values():
+                group.start_soon(self._close_session, session)
         self._sessions.clear()
+
+    async def _close_session(self, session: "Session") -> None:
+        try:
+            await session.close(ManagerClosed("the manager has been closed"))
+        except AgentKVError:
+            _log.exception("the step in flight of session %r could not be kept", session.id)
 
     def _require_engine(self) -> "Engine":
         if self._engine is None or self._closing:

@@ -229,7 +229,10 @@ async def test_at_random_instants(tiny, expected):
             assert result.token_ids == expected.token_ids
 
 
-@pytest.mark.parametrize("call", ["store.contents", "store.read_pages", "store.read_tail", "backend.write_page"])
+CALLS = ["store.contents", "backend.open_tail", "store.read_pages", "backend.write_page", "store.read_tail"]
+
+
+@pytest.mark.parametrize("call", CALLS)
 async def test_cancelled_while_it_wakes(tiny, call):
     async with started(tiny) as session:
         await session.step(PROMPT, decoding=DECODING)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from conftest import open_tiny
 
-from agentkv import CapacityError, DecodingConfig, EngineConfig, Session, SessionManager
+from agentkv import CapacityError, DecodingConfig, EngineConfig, ManagerClosed, Session, SessionManager
 from agentkv.models import write_tiny
 
 PAGE_BYTES = 8192
@@ -108,3 +108,55 @@ async def test_steps_that_do_not_fit_together_wait_their_turn(tmp_path, asleep):
             await handle.__aexit__(None, None, None)
         manager._engine.pool.check()
         assert manager._engine.pool.held == 0
+
+
+async def wait_for_room(manager: SessionManager, hungry: Session, sleeper: Session) -> "list[asyncio.Task[Any]]":
+    """Steps of two sessions: one decodes and was promised nearly all pages, the other waits for room to wake in."""
+    await sleeper.step(prompt(24), decoding=DECODING)
+    await sleeper.sleep()
+    long = DecodingConfig(max_new_tokens=480, ignore_eos=True)
+    steps = [asyncio.ensure_future(hungry.step(prompt(20), decoding=long))]
+    while not manager.statistics()["executor"]["running"]:
+        await asyncio.sleep(0.001)
+    steps.append(asyncio.ensure_future(sleeper.step([1], decoding=DECODING)))
+    await asyncio.sleep(0.02)
+    assert sleeper.busy
+    assert sleeper.held_pages == 0
+    return steps
+
+
+async def test_a_session_that_waits_for_room_can_be_cancelled(tmp_path):
+    async with open_small(tmp_path, 60) as manager:
+        async with manager.session("hungry") as hungry, manager.session("sleeper") as sleeper:
+            running, waiting = await wait_for_room(manager, hungry, sleeper)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert not running.done(), "it did not wait for the other to end"
+            assert (await running).usage.output == 480
+            result = await sleeper.step([1], decoding=DECODING)
+            assert (result.usage.loaded, result.usage.output) == (24 * 16 - 1, DECODING.max_new_tokens)
+
+
+async def test_closing_does_not_wait_for_room(tmp_path):
+    async with open_small(tmp_path, 60) as manager:
+        async with manager.session("sleeper") as sleeper, manager.session("hungry") as hungry:
+            steps = await wait_for_room(manager, hungry, sleeper)
+            await manager.close()
+            for step in steps:
+                with pytest.raises(ManagerClosed):
+                    await step
+
+
+async def test_a_consumer_who_is_away_is_not_waited_for(tmp_path):
+    """It holds pages of a step that nobody takes to its end; waiting for it could last for ever."""
+    async with open_small(tmp_path, 60) as manager:
+        async with manager.session("away") as away, manager.session("other") as other:
+            async with away.stream(prompt(40), decoding=DECODING) as stream:
+                await anext(stream)
+                with pytest.raises(CapacityError):
+                    await asyncio.wait_for(other.step(prompt(30), decoding=DECODING), 30)
+                async for _ in stream:
+                    pass
+            await other.step(prompt(30), decoding=DECODING)
+            assert away.held_pages == 0

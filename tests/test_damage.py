@@ -8,6 +8,7 @@ import anyio
 import pytest
 from anyio.to_thread import run_sync
 from conftest import open_tiny
+from kill_worker import engine_of
 from store_surgery import change, cut, flip, head, head_key, page_keys
 
 from agentkv import AgentKVError, DecodingConfig, SessionManager, StepResult, StoreDamaged
@@ -64,7 +65,7 @@ async def check_repaired(store: Path, damaged: int, tail: bool = False) -> None:
         assert "repair" not in [event.kind for event in other.trace.events]
         assert other.usage.prefilled == len(INPUTS[2])
         assert await tokens_of(manager, "b") == wanted
-        manager._engine.pool.check()
+        engine_of(manager).pool.check()
         assert manager.statistics()["pages"]["held"] == 0
     async with open_tiny(store) as manager, manager.session("a") as session:
         again = await session.step([1, 2, 3], decoding=DECODING)

@@ -29,9 +29,7 @@ async def test_another_process_resumes_by_loading_only(tmp_path):
         assert third.usage.prefilled == third.usage.input == len(tokens)
         assert (fourth.usage.cached, fourth.usage.loaded, fourth.usage.prefilled) == (kv_len, 0, 3)
         async with manager.session("uninterrupted") as session:
-            for commit in range(1, 6):
-                tokens, options = script(commit)
-                wanted = await session.step(tokens, **options)
+            *_, wanted = [await session.step(tokens, **options) for tokens, options in map(script, range(1, 6))]
         assert third.token_ids == wanted.token_ids
 
 
