@@ -116,7 +116,7 @@ async def wait_for_room(manager: SessionManager, hungry: Session, sleeper: Sessi
     await sleeper.sleep()
     long = DecodingConfig(max_new_tokens=480, ignore_eos=True)
     steps = [asyncio.ensure_future(hungry.step(prompt(20), decoding=long))]
-    while not manager.statistics()["executor"]["running"]:
+    while not manager.statistics()["executor"]["running"]:  # noqa: ASYNC110 - nothing announces an admission
         await asyncio.sleep(0.001)
     steps.append(asyncio.ensure_future(sleeper.step([1], decoding=DECODING)))
     await asyncio.sleep(0.02)
