@@ -78,6 +78,13 @@ def test_fit_is_never_negative(samples: list[tuple[int, float, float]]) -> None:
     assert all(model.seconds(rows, size) > 0 for rows, size, _ in samples)
 
 
+def test_a_fit_that_slopes_down_at_its_end_never_makes_more_rows_cheaper() -> None:
+    model = TimeModel.fit([(1, 1e6, 0.004), (5, 1e6, 0.008), (9, 1e6, 0.002)])
+    assert model.seconds(20, 1e6) == model.seconds(9, 1e6) == pytest.approx(0.002)
+    model.refine(20, 1e6, 0.01)
+    assert model.seconds(20, 1e6) > 0.002
+
+
 def test_refine_follows_a_slower_machine() -> None:
     model = TimeModel.fit((rows, size, 1 + size) for rows in (1, 5) for size in (1.0, 2.0))
     for _ in range(100):
