@@ -26,7 +26,7 @@ from agentkv.memory.pages import PagePool
 from agentkv.memory.record import PageCodec
 from agentkv.memory.store import Store
 from agentkv.memory.tail import tail_capacity
-from agentkv.models import ModelFiles, Progress, identity, kv_id, load_model, load_tokenizer, resolve
+from agentkv.models import ModelFiles, Progress, identity, load_model, load_tokenizer, resolve
 from agentkv.models.cache import cache_directory
 from agentkv.room import Room
 from agentkv.scheduler.phase import Controller
@@ -63,8 +63,8 @@ async def build_engine(
     del transformer
     stack.push_async_callback(compute.finish, backend.close)
     pool = PagePool(backend.pages)
-    calibration = await compute.run(_calibrate, backend, pool, kv_id(found), threads)
-    codec = PageCodec(files.shape, kv_id(found))
+    calibration = await compute.run(_calibrate, backend, pool, found.kv_id, threads)
+    codec = PageCodec(files.shape, found.kv_id)
     backup = Backup(backend, store, codec, disk)
     controller = Controller(calibration.plain)
     room = Room(pool, reclaim, at_work)

@@ -122,7 +122,7 @@ class StoreLocked(StoreError):
 
 
 class StoreForked(StoreError):
-    """The store was opened before `os.fork()`; open it anew in the child."""
+    """The store was opened before `os.fork()`; open it in a new process."""
 
 
 class StoreUnsafe(StoreError):

@@ -108,6 +108,11 @@ class Generation:
         return self.finish_reason is None and self.pending == 1
 
     @property
+    def mid_step(self) -> bool:
+        """Whether tokens have been generated and more will be: the last token is the carry."""
+        return bool(self.emitted) and self.finish_reason is None
+
+    @property
     def proposers(self) -> tuple[Literal["lookup", "sparse"], ...]:
         """Those that this step's mode lets rounds use."""
         if self.mode == "full":

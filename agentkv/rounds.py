@@ -39,6 +39,7 @@ class Work:
     state: SequenceState | None = None
     proposer: Proposer = field(default_factory=NoProposer)
     segment: Segment | None = None
+    prefilled: int = 0
     accepted: int = 0
 
     def __post_init__(self) -> None:
@@ -144,7 +145,7 @@ def _finish_chunk(work: Work) -> None:
     assert segment is not None
     assert segment.into is not None
     work.generation.sequence.add_pages(list(segment.into))
-    work.generation.counters.prefilled += len(segment.tokens)
+    work.prefilled = len(segment.tokens)
 
 
 def _give_back_pages(work: Work) -> None:
@@ -160,6 +161,8 @@ def _accept(work: Work, rows: torch.Tensor) -> None:
     drafts = work.proposer.drafts
     known = len(segment.tokens) - len(drafts)
     emitted, accepted = 0, 0
+    if work.decision is None:
+        work.prefilled = known - generation.mid_step  # but for the carry: its KV is new
     if generation.finish_reason is None:
         outcome = generation.accept(drafts, rows)
         emitted, accepted = len(outcome.tokens), outcome.accepted
@@ -169,8 +172,6 @@ def _accept(work: Work, rows: torch.Tensor) -> None:
         first = len(segment.tokens) - segment.scored
         generation.observe(segment.mass[: max(known + accepted - first, 1)].numpy())
     work.accepted = accepted
-    if work.decision is None:
-        generation.counters.prefilled += known
 
 
 def _conclude(work: Work, seconds: float) -> None:
@@ -186,7 +187,8 @@ def _conclude(work: Work, seconds: float) -> None:
             generation.acceptances.observe_sparse(len(drafts) * (decision.kind == "sparse"), work.accepted)
             generation.acceptances.observe_lookup(*work.shadow, work.emitted)
     generation.end_recompute()
-    rows = len(work.segment.tokens) if work.segment and decision is None else len(work.emitted)
+    generation.counters.prefilled += work.prefilled
+    rows = len(work.emitted) if decision else work.prefilled
     generation.tell(Round(decision.kind if decision else "prefill", rows, len(drafts), work.accepted, seconds))
 
 

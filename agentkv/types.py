@@ -3,12 +3,15 @@
 All are frozen msgspec structs (arrays of tokens are tuples), so what a caller holds never changes later.
 """
 
+import hashlib
 from typing import Literal
 
 import msgspec
 
 Role = Literal["system", "user", "assistant", "tool"]
 FinishReason = Literal["eos", "stop", "length", "cancelled"]
+
+_KV_AND_TEXT = ("weights", "adapter", "config", "dtype", "page_size", "tokenizer", "template")
 
 
 class ModelShape(msgspec.Struct, frozen=True):
@@ -41,7 +44,7 @@ class ModelShape(msgspec.Struct, frozen=True):
 class Identity(msgspec.Struct, frozen=True):
     """Who computed a KV cache and wrote its text. Each field is a hex digest or a short name.
 
-    The first five make `kv_id`, the next two `text_id`; `head` covers head sidecars only.
+    The first five decide KV, the next two text; `head` covers head sidecars only.
     """
 
     weights: str
@@ -52,6 +55,20 @@ class Identity(msgspec.Struct, frozen=True):
     tokenizer: str
     template: str
     head: str = ""
+
+    @property
+    def kv_id(self) -> bytes:
+        """16 bytes over what decides KV values: weights, adapter, config, dtype and page size."""
+        fields = (self.weights, self.adapter, self.config, self.dtype, self.page_size)
+        return hashlib.blake2b(msgspec.msgpack.encode(fields), digest_size=16).digest()
+
+    def difference(self, found: "Identity") -> tuple[str, str, str] | None:
+        """(field, own, found) of the first field in which `found` differs, KV's before text's; None if all agree."""
+        for field in _KV_AND_TEXT:
+            own, other = getattr(self, field), getattr(found, field)
+            if own != other:
+                return field, str(own), str(other)
+        return None
 
 
 class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -16,7 +16,6 @@ from agentkv.errors import IdentityMismatch, StoreDamaged
 from agentkv.heads.base import Head
 from agentkv.memory.manifest import Manifest
 from agentkv.memory.sequence import Sequence
-from agentkv.models import first_difference
 from agentkv.scheduler.lookup import SuffixIndex
 from agentkv.scheduler.phase import Acceptances
 from agentkv.types import Event, Identity, Span
@@ -52,7 +51,7 @@ class Awake:
 
 def check_identity(stored: Identity, engine: Engine) -> Event | None:
     """Refuse a session of another model or text by name; with on_mismatch="recompute", say what follows instead."""
-    found = first_difference(stored, engine.identity)
+    found = stored.difference(engine.identity)
     if found is None:
         return None
     name, old, new = found

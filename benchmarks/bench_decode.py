@@ -70,7 +70,7 @@ async def decode(options: Any, manager: agentkv.SessionManager, model: Any) -> N
     weights = sum(p.numel() * 4 for p in model.parameters())
     loop = asyncio.get_running_loop()
     for length in options.lengths or (1000, 4000, 7900):
-        ids = prose_ids(manager._require_engine().tokenizer, length)
+        ids = prose_ids(length)
         async with manager.session(f"decode-{length}") as session:
             await session.step(ids, mode="full", decoding=DecodingConfig(max_new_tokens=1))
 
@@ -95,7 +95,7 @@ async def decode(options: Any, manager: agentkv.SessionManager, model: Any) -> N
         row |= {f"{name}_ms": spread([1e3 * s for s in seconds], 1) for name, seconds in found.items()}
         row["faster_peer"] = faster
         row["speedup"] = ratios(found[faster], found["agentkv_full"])
-        kv_bytes = length * manager._require_engine().backend.shape.token_bytes
+        kv_bytes = length * resolve("smollm2").shape.token_bytes
         row["share_of_bandwidth"] = round((weights + kv_bytes) / median(found["agentkv_full"]) / bandwidth, 3)
         row["bandwidth_gb_s"] = round(bandwidth / 1e9, 1)
         report(row, as_json=options.json)
@@ -104,7 +104,7 @@ async def decode(options: Any, manager: agentkv.SessionManager, model: Any) -> N
 async def prefill(options: Any, manager: agentkv.SessionManager, model: Any) -> None:
     loop = asyncio.get_running_loop()
     for length in options.lengths or (1000, 4000):
-        ids = prose_ids(manager._require_engine().tokenizer, length)
+        ids = prose_ids(length)
 
         async def ours(ids: list[int] = ids) -> float:
             async with manager.session() as session, session.stream(ids, mode="full") as stream:

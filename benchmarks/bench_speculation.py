@@ -65,10 +65,9 @@ async def main() -> None:
             store = stack.enter_context(tempfile.TemporaryDirectory())
             config = EngineConfig(threads=options.threads, speculation=speculation)
             managers[name] = await stack.enter_async_context(agentkv.open("smollm2", store=store, config=config))
-        tokenizer = managers["default"]._require_engine().tokenizer
         for length in options.lengths or (4000, 7900):
             for text, make, penalty in (("prose", prose_ids, 1.1), ("repetitive", repetitive_ids, 1.0)):
-                ids = make(tokenizer, length - TOKENS - 4)
+                ids = make(length - TOKENS - 4)
                 async with AsyncExitStack() as sessions:
                     opened = {}
                     for name, manager in managers.items():

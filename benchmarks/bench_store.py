@@ -18,20 +18,21 @@ from common import machine, parser, prose_ids, report, setup, spread
 
 import agentkv
 from agentkv import DecodingConfig, EngineConfig
+from agentkv.models import resolve
 
 ONE = DecodingConfig(max_new_tokens=1)
 
 
 async def memory(length: int, threads: int) -> dict[str, Any]:
     """Peak resident bytes of this (fresh) process with one session of `length` tokens."""
+    files = resolve("smollm2")
     with tempfile.TemporaryDirectory() as store:
         async with agentkv.open("smollm2", store=store, config=EngineConfig(threads=threads)) as manager:
             opened = _resident()
-            engine = manager._require_engine()
             async with manager.session("memory") as session:
-                await session.step(prose_ids(engine.tokenizer, length), decoding=DecodingConfig(max_new_tokens=64))
-            weights = sum((engine_file.stat().st_size) for engine_file in _weight_files())
-            kv_bytes = (length + 64) * engine.backend.shape.token_bytes
+                await session.step(prose_ids(length), decoding=DecodingConfig(max_new_tokens=64))
+            weights = sum((files.directory / name).stat().st_size for name in files.weights)
+            kv_bytes = (length + 64) * files.shape.token_bytes
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "bench": "memory",
@@ -48,22 +49,14 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def _weight_files() -> list[Path]:
-    from agentkv.models import resolve
-
-    files = resolve("smollm2")
-    return [files.directory / name for name in files.weights]
-
-
 async def commit_and_reopen(options: Any, length: int) -> dict[str, Any]:
     commits, opens, loads, first_tokens, rates = [], [], [], [], []
     with tempfile.TemporaryDirectory() as store:
         for run in range(options.runs):
             async with agentkv.open("smollm2", store=store, config=EngineConfig(threads=options.threads)) as manager:
-                engine = manager._require_engine()
                 async with manager.session("long") as session:
                     if run == 0:
-                        await session.step(prose_ids(engine.tokenizer, length), decoding=ONE)
+                        await session.step(prose_ids(length), decoding=ONE)
             started = time.perf_counter()
             async with agentkv.open("smollm2", store=store, config=EngineConfig(threads=options.threads)) as manager:
                 opens.append(time.perf_counter() - started)

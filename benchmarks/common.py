@@ -8,10 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from agentkv.models import load_tokenizer, resolve
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -89,7 +92,12 @@ def read_bandwidth(threads: int) -> float:
     return best
 
 
-def prose_ids(tokenizer: Any, count: int) -> list[int]:
+@cache
+def _tokenizer() -> Any:
+    return load_tokenizer(resolve("smollm2"))
+
+
+def prose_ids(count: int) -> list[int]:
     """`count` ids of real prose and code: docstrings and sources of the standard library."""
     import argparse as a
     import asyncio.tasks as b
@@ -97,17 +105,17 @@ def prose_ids(tokenizer: Any, count: int) -> list[int]:
     import typing as d
 
     text = "\n".join(Path(str(module.__file__)).read_text() for module in (a, b, c, d))
-    ids = tokenizer.encode(text, add_special_tokens=False)
+    ids = _tokenizer().encode(text, add_special_tokens=False)
     assert len(ids) >= count
     return ids[:count]
 
 
-def repetitive_ids(tokenizer: Any, count: int) -> list[int]:
+def repetitive_ids(count: int) -> list[int]:
     """`count` ids of a table whose rows repeat a pattern, as logs and edited code do."""
     rows = "".join(
         f"    Setting(name='option_{i % 40:02d}', default=None, help='see the manual'),\n" for i in range(2000)
     )
-    return tokenizer.encode("settings = [\n" + rows, add_special_tokens=False)[:count]
+    return _tokenizer().encode("settings = [\n" + rows, add_special_tokens=False)[:count]
 
 
 def setup(threads: int) -> None:

@@ -19,7 +19,7 @@ from agentkv.config import PAGE_TOKENS
 from agentkv.errors import CapacityError
 from agentkv.memory.manifest import Commit, Manifest
 from agentkv.memory.pages import PagePool
-from agentkv.memory.record import PageCodec, kv_id
+from agentkv.memory.record import PageCodec
 from agentkv.memory.sequence import Sequence
 from agentkv.memory.store import Store
 from agentkv.memory.table import PageTable, page_runs
@@ -30,7 +30,7 @@ K_MAX = 4
 CAPACITY = tail_capacity(K_MAX)
 SHAPE = ModelShape(layers=1, q_heads=1, kv_heads=1, head_dim=1, vocab=1 << 16, max_positions=1 << 16)
 IDENTITY = Identity("w" * 8, "", "c" * 8, "float32", PAGE_TOKENS, "t" * 8, "p" * 8)
-CODEC = PageCodec(SHAPE, kv_id(IDENTITY))
+CODEC = PageCodec(SHAPE, IDENTITY.kv_id)
 STEPS = settings(max_examples=100, stateful_step_count=50, deadline=None)
 
 

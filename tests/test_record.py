@@ -24,13 +24,13 @@ from agentkv.memory.manifest import (
     encode_segment,
     encode_session,
 )
-from agentkv.memory.record import HEADER_BYTES, PageCodec, check_page, kv_id
+from agentkv.memory.record import HEADER_BYTES, PageCodec, check_page
 from agentkv.types import Identity, ModelShape, Span
 
 SHAPE = ModelShape(layers=3, q_heads=4, kv_heads=2, head_dim=4, vocab=100, max_positions=512, dtype="bfloat16")
 WIDE = ModelShape(layers=5, q_heads=8, kv_heads=8, head_dim=128, vocab=100, max_positions=512)
 IDENTITY = Identity("w" * 8, "", "c" * 8, "bfloat16", 16, "t" * 8, "p" * 8)
-CODEC = PageCodec(SHAPE, kv_id(IDENTITY))
+CODEC = PageCodec(SHAPE, IDENTITY.kv_id)
 GOLDEN = Path(__file__).parent / "golden"
 
 SEGMENT = Segment(
@@ -146,7 +146,7 @@ def test_groups_aim_at_256_kib():
 
 
 def test_any_flipped_byte_of_a_page_is_damage():
-    codec = PageCodec(ModelShape(1, 1, 1, 1, 10, 100), kv_id(IDENTITY))
+    codec = PageCodec(ModelShape(1, 1, 1, 1, 10, 100), IDENTITY.kv_id)
     (value,) = codec.encode(payload(codec))
     for position in range(len(value)):
         for flip in (0x01, 0x80, 0xFF):
@@ -208,19 +208,19 @@ def test_a_header_that_contradicts_the_model_is_named(name, change):
 
 
 def test_another_models_page_is_refused_not_called_damaged():
-    other = PageCodec(SHAPE, kv_id(msgspec.structs.replace(IDENTITY, weights="x")))
+    other = PageCodec(SHAPE, msgspec.structs.replace(IDENTITY, weights="x").kv_id)
     with pytest.raises(IdentityMismatch) as caught:
         CODEC.decode(other.encode(payload(other)))
     assert caught.value.field == "kv_id"
 
 
 def test_kv_id_covers_what_decides_kv_and_nothing_else():
-    base = kv_id(IDENTITY)
+    base = IDENTITY.kv_id
     for field in ("weights", "adapter", "config", "dtype"):
-        assert kv_id(msgspec.structs.replace(IDENTITY, **{field: "other"})) != base
-    assert kv_id(msgspec.structs.replace(IDENTITY, page_size=32)) != base
+        assert msgspec.structs.replace(IDENTITY, **{field: "other"}).kv_id != base
+    assert msgspec.structs.replace(IDENTITY, page_size=32).kv_id != base
     for field in ("tokenizer", "template", "head"):
-        assert kv_id(msgspec.structs.replace(IDENTITY, **{field: "other"})) == base
+        assert msgspec.structs.replace(IDENTITY, **{field: "other"}).kv_id == base
 
 
 def test_a_newer_format_is_refused_by_name(monkeypatch):

@@ -34,14 +34,14 @@ from agentkv.errors import (
 )
 from agentkv.memory import directory, environment
 from agentkv.memory.manifest import SEGMENT_PAGES, SEGMENT_TOKENS, Commit, Manifest
-from agentkv.memory.record import PageCodec, kv_id
+from agentkv.memory.record import PageCodec
 from agentkv.memory.store import Store
 from agentkv.types import Identity, ModelShape, Span
 
 ROOT = Path(__file__).resolve().parents[1]
 IDENTITY = Identity("w" * 8, "", "c" * 8, "float32", 16, "t" * 8, "p" * 8)
 SHAPE = ModelShape(layers=2, q_heads=1, kv_heads=1, head_dim=2, vocab=100, max_positions=512)
-CODEC = PageCodec(SHAPE, kv_id(IDENTITY))
+CODEC = PageCodec(SHAPE, IDENTITY.kv_id)
 STORE_BYTES = 64 << 20
 
 
@@ -371,7 +371,7 @@ def test_another_models_pages_are_refused(store):
 
 
 def test_page_transactions_stay_below_64_mb(tmp_path):
-    codec = PageCodec(ModelShape(28, 2, 2, 128, 100, 512), kv_id(IDENTITY))  # 0.9 MB a page
+    codec = PageCodec(ModelShape(28, 2, 2, 128, 100, 512), IDENTITY.kv_id)  # 0.9 MB a page
     store = Store.open(tmp_path / "store", store_bytes=1 << 30)
     page = payload(0, codec)
     steps = [0]

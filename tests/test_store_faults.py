@@ -32,7 +32,7 @@ from agentkv.errors import (
 from agentkv.memory import space
 from agentkv.memory.environment import Table
 from agentkv.memory.keys import manifest_key, page_key, part, segment_key, session_key, tail_key
-from agentkv.memory.record import PageCodec, kv_id
+from agentkv.memory.record import PageCodec
 from agentkv.memory.store import Store
 from agentkv.types import ModelShape
 
@@ -40,7 +40,7 @@ POINTS = (
     "put:begin", "put:written", "put:committed", "commit:begin", "commit:written", "commit:committed", "commit:synced",
 )  # fmt: skip
 DELETE_POINTS = ("delete:begin", "delete:written", "delete:committed")
-BIG = PageCodec(ModelShape(16, 4, 4, 64, 100, 512), kv_id(IDENTITY))  # 0.5 MB a page, in two groups
+BIG = PageCodec(ModelShape(16, 4, 4, 64, 100, 512), IDENTITY.kv_id)  # 0.5 MB a page, in two groups
 
 
 def open_store(path: Path, store_bytes: int = STORE_BYTES, **change) -> Store:

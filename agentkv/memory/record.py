@@ -4,18 +4,16 @@ The layout belongs to no backend: per layer [K|V][kv_head][position][dim], littl
 `seal`/`unseal` put the same checked preamble before the structs of `manifest.py`. `store.py` keeps the bytes.
 """
 
-import hashlib
 import struct
 from collections.abc import Sequence
 from typing import Final
 
-import msgspec
 import numpy as np
 import xxhash
 
 from agentkv.config import PAGE_TOKENS
 from agentkv.errors import IdentityMismatch, StoreDamaged
-from agentkv.types import Identity, ModelShape
+from agentkv.types import ModelShape
 
 Buffer = bytes | bytearray | memoryview
 
@@ -35,12 +33,6 @@ _PREAMBLE: Final = struct.Struct("<4sHH")
 _PAGE: Final = struct.Struct("<16sHHHHHHB3x16s")
 _CHECK: Final = struct.Struct("<8s")
 HEADER_BYTES: Final = _PREAMBLE.size + _PAGE.size + _CHECK.size
-
-
-def kv_id(identity: Identity) -> bytes:
-    """16 bytes over what decides KV values: weights, adapter, config, dtype and page size."""
-    fields = (identity.weights, identity.adapter, identity.config, identity.dtype, identity.page_size)
-    return hashlib.blake2b(msgspec.msgpack.encode(fields), digest_size=16).digest()
 
 
 def seal(magic: bytes, body: bytes) -> bytes:

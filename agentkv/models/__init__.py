@@ -5,7 +5,7 @@ can be run correctly, `loading.py` loads it, `identity.py` names what it compute
 """
 
 from agentkv.models.cache import Progress
-from agentkv.models.identity import first_difference, identity, kv_id, text_id
+from agentkv.models.identity import identity
 from agentkv.models.loading import load_model, load_tokenizer
 from agentkv.models.resolve import ModelFiles, resolve
 from agentkv.models.support import check_supported
@@ -15,12 +15,9 @@ __all__ = [
     "ModelFiles",
     "Progress",
     "check_supported",
-    "first_difference",
     "identity",
-    "kv_id",
     "load_model",
     "load_tokenizer",
     "resolve",
-    "text_id",
     "write_tiny",
 ]

@@ -24,8 +24,6 @@ _TOKENIZER_FILES = (
     *("tokenizer.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
 )
-_KV_FIELDS = ("weights", "adapter", "config", "dtype", "page_size")
-_TEXT_FIELDS = ("tokenizer", "template")
 
 
 def identity(files: ModelFiles, dtype: str, page_size: int, tokenizer: Any) -> Identity:
@@ -40,25 +38,6 @@ def identity(files: ModelFiles, dtype: str, page_size: int, tokenizer: Any) -> I
         tokenizer=_tokenizer_digest(files),
         template=_digest(tokenizer.chat_template),
     )
-
-
-def kv_id(identity: Identity) -> bytes:
-    """16 bytes: who computed the KV."""
-    return bytes.fromhex(_digest([getattr(identity, field) for field in _KV_FIELDS]))
-
-
-def text_id(identity: Identity) -> bytes:
-    """16 bytes: who wrote the text."""
-    return bytes.fromhex(_digest([getattr(identity, field) for field in _TEXT_FIELDS]))
-
-
-def first_difference(stored: Identity, found: Identity) -> tuple[str, str, str] | None:
-    """(field, stored, found) of the first field that differs, KV's before text's; None when all agree."""
-    for field in _KV_FIELDS + _TEXT_FIELDS:
-        old, new = getattr(stored, field), getattr(found, field)
-        if old != new:
-            return field, str(old), str(new)
-    return None
 
 
 def _tokenizer_digest(files: ModelFiles) -> str:
