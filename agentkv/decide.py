@@ -9,26 +9,32 @@ from collections.abc import Iterable, Sequence
 from agentkv.calibration import Calibration
 from agentkv.config import PAGE_TOKENS
 from agentkv.generation import Generation
-from agentkv.proposers import chunk_end
 from agentkv.rounds import RoundTimes, Work
 from agentkv.scheduler.phase import Controller, Decision, SequenceState
 from agentkv.types import ModelShape
 
 
 def next_works(running: Iterable[Generation], chunk: int) -> list[Work]:
-    """One work per generation; those that must prefill more than a tail holds take turns, a chunk per round."""
+    """One work per generation; those that must prefill more than a tail holds take turns, a chunk per round. The last
+    rows ride in the forward of the last chunk."""
     works, chunked = [], False
     for generation in running:
         _recompute_if_due(generation)
         if generation.complete:
             continue
-        if generation.pending <= generation.sequence.tail.room:
+        sequence, target = generation.sequence, generation.target
+        if generation.pending <= sequence.tail.room:
             works.append(Work(generation))
         elif not chunked:
             chunked = True
-            end = chunk_end(generation.sequence.kv_len, generation.target, chunk)
-            works.append(Work(generation, chunk_end=end))
+            chunk_end = _chunk_end(sequence.kv_len, target, chunk)
+            works.append(Work(generation, chunk_end, last=target - chunk_end <= sequence.tail.capacity))
     return works
+
+
+def _chunk_end(kv_len: int, target: int, chunk: int) -> int:
+    """Where a prefill chunk ends: a page boundary that leaves the last 16 tokens or more to the verify path."""
+    return min(kv_len + chunk, target - PAGE_TOKENS) // PAGE_TOKENS * PAGE_TOKENS
 
 
 def _recompute_if_due(generation: Generation) -> None:
@@ -43,8 +49,8 @@ def _recompute_if_due(generation: Generation) -> None:
 
 def decide(works: Sequence[Work], controller: Controller, calibration: Calibration | None, shape: ModelShape) -> None:
     """Give every work that decodes its decision, and say which verifications emit scores."""
-    decoding = [work for work in works if work.chunk_end is None and work.generation.decoding_now]
-    riding = sum(work.generation.pending for work in works if work not in decoding)
+    decoding = [work for work in works if work.generation.decoding_now]
+    riding = sum(work.rows for work in works if work not in decoding)
     for work in decoding:
         work.shadow = work.generation.shadow_draft()
     for forced in (False, True):
@@ -55,9 +61,8 @@ def decide(works: Sequence[Work], controller: Controller, calibration: Calibrati
         for work, decision in zip(group, controller.decide(states, force=forced, prefill_rows=riding), strict=True):
             _settle(work, decision)
     for work in works:
-        generation = work.generation
-        if work.chunk_end is None and work.decision is None:
-            work.scored = generation.can_select  # the last rows of a prefill: a first selection exists
+        if work.decision is None and work.last:  # a first selection exists after a prefill
+            work.scored = work.generation.can_select_of(work.end // PAGE_TOKENS)
 
 
 def _settle(work: Work, decision: Decision) -> None:

@@ -124,7 +124,11 @@ class Generation:
     @property
     def can_select(self) -> bool:
         """Whether a sparse proposal would read less than everything."""
-        return "sparse" in self.proposers and len(self.sequence.table) > self.budget
+        return self.can_select_of(len(self.sequence.table))
+
+    def can_select_of(self, pages: int) -> bool:
+        """The same, once there are `pages` pages."""
+        return "sparse" in self.proposers and pages > self.budget
 
     @property
     def needs_scores(self) -> bool:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from agentkv.backends.base import Backend, Segment
-from agentkv.config import PAGE_TOKENS
 from agentkv.generation import Generation
 from agentkv.scheduler.compiler import select
 from agentkv.scheduler.phase import Decision
@@ -144,8 +143,3 @@ def _padded(scores: np.ndarray, pages: int) -> np.ndarray:
 def full_read(generation: Generation, backend: Backend) -> int:
     """(page, layer, KV head) triples one forward over all pages reads."""
     return len(generation.sequence.table) * backend.shape.layers * backend.shape.kv_heads
-
-
-def chunk_end(kv_len: int, target: int, chunk: int) -> int:
-    """Where a prefill chunk ends: a page boundary that leaves the last 16 tokens or more to the verify path."""
-    return min(kv_len + chunk, target - PAGE_TOKENS) // PAGE_TOKENS * PAGE_TOKENS

@@ -16,6 +16,7 @@ from agentkv.config import PAGE_TOKENS
 from agentkv.errors import AgentKVError
 from agentkv.generation import Generation
 from agentkv.heads.verification import QUERIES
+from agentkv.memory.table import page_runs
 from agentkv.proposers import NoProposer, Proposer, full_read, proposer_for
 from agentkv.scheduler.phase import Decision, SequenceState
 from agentkv.types import Round
@@ -25,25 +26,38 @@ from agentkv.types import Round
 class Work:
     """What one generation does in a round.
 
-    `chunk_end`: prefill up to there. Else `decision`; None: a prefill's last rows, or recomputation at the end.
+    Pages up to `chunk_end`, where there is one, are a prefill chunk. The rows behind them go through the verify path
+    if this is the `last` chunk: a prefill's last rows, recomputation, or a decode round, which alone has a `decision`.
     `scored`: the verification emits page mass. `verified=False`: the drafts are final as they are. `shadow`: lookup's
     draft at the round's start and its match length. The rest is filled in by the round.
     """
 
     generation: Generation
     chunk_end: int | None = None
+    last: bool = True
     decision: Decision | None = None
     scored: bool = False
     verified: bool = True
     shadow: tuple[list[int], int] = ([], 0)
     state: SequenceState | None = None
     proposer: Proposer = field(default_factory=NoProposer)
+    chunk: Segment | None = None
     segment: Segment | None = None
     prefilled: int = 0
     accepted: int = 0
 
     def __post_init__(self) -> None:
         self._emitted_before = len(self.generation.emitted)
+
+    @property
+    def end(self) -> int:
+        """Where the generation's KV ends after the round, drafts apart."""
+        return self.chunk_end if self.chunk_end is not None and not self.last else self.generation.target
+
+    @property
+    def rows(self) -> int:
+        """Rows in the verify forward, drafts apart."""
+        return self.end - self.generation.sequence.kv_len
 
     @property
     def emitted(self) -> list[int]:
@@ -105,53 +119,56 @@ def _propose(backend: Backend, works: Sequence[Work]) -> list[Forward]:
 
 
 def _verify(backend: Backend, works: Sequence[Work]) -> list[Forward]:
-    parts = [work for work in works if _plan_verification(work)]
-    if not parts:
+    sound = [work for work in works if work.verified and work.generation.error is None and work.rows]
+    if not sound:
         return []
     try:
-        logits, forward = _forward(backend, [work.segment for work in parts if work.segment])
+        logits, forward = _forward(backend, [segment for work in sound for segment in _plan_verification(work)])
     except BaseException:
-        for work in parts:
+        for work in sound:
             _give_back_pages(work)
         raise
-    for work, rows in zip(parts, logits, strict=True):
+    rows = iter(logits)
+    for work in sound:
+        chunk_rows = next(rows) if work.chunk else None
+        own_rows = next(rows) if work.segment else None
         with _own_failure(work):
-            if work.chunk_end is not None:
+            if chunk_rows is not None:
                 _finish_chunk(work)
-            else:
-                _accept(work, rows)
+            if own_rows is not None:
+                _accept(work, own_rows)
     return [forward]
 
 
-def _plan_verification(work: Work) -> bool:
-    """Make the segment of this work in the verify forward; False if it has none."""
+def _plan_verification(work: Work) -> list[Segment]:
+    """Make the segments of this work in the verify forward, in order of position."""
     generation, sequence = work.generation, work.generation.sequence
-    if not work.verified or generation.error is not None or not generation.pending:
-        return False
-    end = work.chunk_end if work.chunk_end is not None else generation.target
-    tokens = sequence.token_ids[sequence.kv_len : end] + work.proposer.drafts
-    segment = Segment(tokens, sequence.kv_len, sequence.buffer, sequence.tail.rows, sequence.table.runs())
+    start, rows, runs = sequence.kv_len, sequence.tail.rows, sequence.table.runs()
     if work.chunk_end is not None:
-        segment.into = sequence.take_pages((end - PAGE_TOKENS * len(sequence.table)) // PAGE_TOKENS)
-    else:
-        segment.logits = 0 if generation.finish_reason is not None else len(work.proposer.drafts) + 1
-        segment.scored = min(len(tokens), len(work.proposer.drafts) + QUERIES) if work.scored else 0
-    work.segment = segment
-    return True
+        into = sequence.take_pages(work.chunk_end // PAGE_TOKENS - len(sequence.table))
+        tokens = sequence.token_ids[start : work.chunk_end]
+        work.chunk = Segment(tokens, start, sequence.buffer, rows, runs, into=into)
+        start, rows, runs = work.chunk_end, 0, tuple(page_runs([*sequence.table.pages, *into]))
+    if work.last:
+        drafts = work.proposer.drafts
+        tokens = sequence.token_ids[start : work.end] + drafts
+        work.segment = Segment(tokens, start, sequence.buffer, rows, runs)
+        work.segment.logits = 0 if generation.finish_reason is not None else len(drafts) + 1
+        work.segment.scored = min(len(tokens), len(drafts) + QUERIES) if work.scored else 0
+    return [segment for segment in (work.chunk, work.segment) if segment is not None]
 
 
 def _finish_chunk(work: Work) -> None:
-    segment = work.segment
-    assert segment is not None
-    assert segment.into is not None
-    work.generation.sequence.add_pages(list(segment.into))
-    work.prefilled = len(segment.tokens)
+    assert work.chunk is not None
+    assert work.chunk.into is not None
+    work.generation.sequence.add_pages(list(work.chunk.into))
+    work.prefilled = len(work.chunk.tokens)
 
 
 def _give_back_pages(work: Work) -> None:
     """The forward that should have filled a chunk's pages failed."""
-    if work.segment is not None and work.segment.into is not None:
-        work.generation.sequence.pool.release(work.segment.into)
+    if work.chunk is not None and work.chunk.into is not None:
+        work.generation.sequence.pool.release(work.chunk.into)
 
 
 def _accept(work: Work, rows: torch.Tensor) -> None:
@@ -162,7 +179,7 @@ def _accept(work: Work, rows: torch.Tensor) -> None:
     known = len(segment.tokens) - len(drafts)
     emitted, accepted = 0, 0
     if work.decision is None:
-        work.prefilled = known - generation.mid_step  # but for the carry: its KV is new
+        work.prefilled += known - generation.mid_step  # but for the carry: its KV is new
     if generation.finish_reason is None:
         outcome = generation.accept(drafts, rows)
         emitted, accepted = len(outcome.tokens), outcome.accepted

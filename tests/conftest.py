@@ -118,6 +118,11 @@ class Forward:
     logits: list[torch.Tensor]
 
     @property
+    def tails(self) -> set[int]:
+        """One per sequence (a prefill chunk and the rows behind it are two segments of one)."""
+        return {segment.tail for segment in self.segments}
+
+    @property
     def drafting(self) -> list[Segment]:
         """The segments that read a selection."""
         return [segment for segment in self.segments if segment.draft is not None]

@@ -43,7 +43,7 @@ def prompt(number: int, length: int) -> list[int]:
 
 def together(forwards: list[Forward]) -> int:
     """Most sequences that one packed forward carried."""
-    return max(len(forward.segments) for forward in forwards)
+    return max(len(forward.tails) for forward in forwards)
 
 
 async def run(manager: SessionManager, number: int, length: int, decoding: DecodingConfig, mode: str) -> StepResult:
@@ -86,7 +86,7 @@ async def test_sessions_of_unequal_length_join_and_leave(tiny):
         results = await asyncio.gather(*map(late, jobs))
     assert [r.token_ids for r in results] == [r.token_ids for r in alone]
     assert together(forwards) > 2
-    assert len({len(forward.segments) for forward in forwards}) > 2, "the batch grew and shrank"
+    assert len({len(forward.tails) for forward in forwards}) > 2, "the batch grew and shrank"
     assert tiny._engine.pool.held == 0
 
 
@@ -107,7 +107,7 @@ async def test_a_session_goes_on_while_others_come_and_go(tiny):
 async def test_smollm2_four_at_once_say_what_each_says_alone(smol):
     modules = (random, asyncio.tasks, heapq, bisect)
     texts = [source_text(module, 2000, 900 + 500 * n) for n, module in enumerate(modules)]
-    decoding = DecodingConfig(max_new_tokens=12, temperature=0.8, top_p=0.9, ignore_eos=True)
+    decoding = DecodingConfig(max_new_tokens=16, temperature=0.8, top_p=0.9, ignore_eos=True)
 
     async def step(number: int, mode: str) -> StepResult:
         async with smol.session(next(names), namespace="concurrency") as session:

@@ -163,7 +163,7 @@ async def test_sampled_exact_is_full_alone_and_with_three_others(smol: SessionMa
             assert found.trace.ties == 0
     assert all(0 < found.trace.accepted < found.trace.proposed for found in (*alone[:3], together[0]))
     assert all(0 < found.trace.kv_read_share < 0.6 for found in (alone[0], together[0]))
-    assert sum(len(forward.segments) == 4 for forward in forwards) > 5
+    assert sum(len(forward.tails) == 4 for forward in forwards) > 5
     assert sum(0 < len(forward.drafting) < len(forward.segments) for forward in forwards) > 5
     apart = sum(sum(result.trace.rounds.values()) for result in together)
     assert len({id(forward) for forward in forwards if not forward.drafting}) < apart

@@ -66,7 +66,8 @@ async def test_a_lookup_round_is_one_forward_over_carry_and_drafts(tmp_path: Pat
         trace = stream.result.trace
     assert len(rounds) == len(forwards)
     for event, forward in zip(rounds, forwards, strict=True):
-        [segment] = forward.segments
+        *chunk, segment = forward.segments
+        assert len(chunk) == (event.kind == "prefill"), "the prompt is a chunk and its last rows"
         assert segment.draft is None
         if event.kind != "prefill":
             assert len(segment.tokens) == 1 + event.proposed

@@ -167,7 +167,7 @@ async def test_selections_come_from_the_verification_of_accepted_queries(tmp_pat
         if not isinstance(each, Forward):
             selection = each
             continue
-        [segment] = each.segments
+        *_, segment = each.segments  # a prefill chunk may precede the last rows
         if segment.draft is not None and selection is not None:
             assert scores is not None
             check_selection(selection, scores, page_count(segment), 8)

@@ -24,6 +24,7 @@ class Segment:
     `tokens` start at `position`; their K and V are written to the tail buffer from row `tail_rows` on, or, for a
     prefill chunk, together with the tail's rows to the pages `into`. Attention reads the sealed pages `runs` (or, in
     layers that are not dense, the gathered `draft`), then the tail causally. `logits` and `scored` count trailing rows.
+    A chunk may be followed by the segment of the rows behind it, which reads the chunk's pages.
     """
 
     tokens: Sequence[int]
