@@ -11,7 +11,8 @@ import msgspec
 Role = Literal["system", "user", "assistant", "tool"]
 FinishReason = Literal["eos", "stop", "length", "cancelled"]
 
-_KV_AND_TEXT = ("weights", "adapter", "config", "dtype", "page_size", "tokenizer", "template")
+_KV_FIELDS = ("weights", "adapter", "config", "dtype", "page_size")
+_TEXT_FIELDS = ("tokenizer", "template")
 
 
 class ModelShape(msgspec.Struct, frozen=True):
@@ -59,12 +60,12 @@ class Identity(msgspec.Struct, frozen=True):
     @property
     def kv_id(self) -> bytes:
         """16 bytes over what decides KV values: weights, adapter, config, dtype and page size."""
-        fields = (self.weights, self.adapter, self.config, self.dtype, self.page_size)
+        fields = [getattr(self, field) for field in _KV_FIELDS]
         return hashlib.blake2b(msgspec.msgpack.encode(fields), digest_size=16).digest()
 
     def difference(self, found: "Identity") -> tuple[str, str, str] | None:
         """(field, own, found) of the first field in which `found` differs, KV's before text's; None if all agree."""
-        for field in _KV_AND_TEXT:
+        for field in _KV_FIELDS + _TEXT_FIELDS:
             own, other = getattr(self, field), getattr(found, field)
             if own != other:
                 return field, str(own), str(other)

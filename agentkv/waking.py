@@ -21,7 +21,6 @@ from agentkv.scheduler.phase import Acceptances
 from agentkv.types import Event, Identity, Span
 
 _PART_PAGES = 64
-_KV_FIELDS = frozenset({"weights", "adapter", "config", "dtype", "page_size"})
 
 
 class Sidecar(msgspec.Struct, frozen=True):
@@ -59,7 +58,7 @@ def check_identity(stored: Identity, engine: Engine) -> Event | None:
         if engine.on_mismatch == "recompute":
             name, old, new = "tokenizer", stored.tokenizer, engine.identity.tokenizer
         raise IdentityMismatch(name, old, new)
-    if name in _KV_FIELDS:
+    if stored.kv_id != engine.identity.kv_id:
         return Event("identity", f"{name} differs: KV is recomputed from the stored token ids")
     return Event("identity", f"{name} differs: the session goes on over its stored token ids")
 
@@ -72,14 +71,14 @@ async def wake(engine: Engine, manifest: Manifest | None) -> Awake:
     contents = await engine.disk.run(engine.store.contents, manifest)
     sidecar = _read_sidecar(manifest)
     event = check_identity(manifest.identity, engine)
-    foreign = event is not None and first_kv_difference(manifest.identity, engine.identity)
+    foreign = manifest.identity.kv_id != engine.identity.kv_id
     records = [] if foreign else contents.records
     async with engine.room.promised(len(records) + 2):
         awake = await engine.compute.make(_start, _close, engine, contents.token_ids, contents.spans, sidecar)
         if event is not None:
             awake.events.append(event)
         try:
-            await _load(engine, manifest, records, awake, foreign=bool(foreign))
+            await _load(engine, manifest, records, awake, foreign=foreign)
         except BaseException:
             await engine.compute.finish(_close, awake)
             raise
@@ -94,11 +93,6 @@ async def wake(engine: Engine, manifest: Manifest | None) -> Awake:
         seconds = time.perf_counter() - started
         awake.events.append(Event("load", "KV read from the store", awake.loaded, loaded_bytes, seconds))
     return awake
-
-
-def first_kv_difference(stored: Identity, found: Identity) -> bool:
-    """Whether another model, config, dtype or page size computed the stored KV."""
-    return any(getattr(stored, name) != getattr(found, name) for name in _KV_FIELDS)
 
 
 def _start(engine: Engine, token_ids: list[int], spans: list[Span], sidecar: Sidecar) -> Awake:
