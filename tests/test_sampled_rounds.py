@@ -69,12 +69,12 @@ async def test_c91_exact_is_full_with_every_processor_on(
 
 
 async def acceptance(store: Path) -> float:
-    """Share of drafts that steps at T 1.3 accept when proposals read all pages but a few."""
+    """Share of drafts that steps at T 2 accept when proposals read all pages but a few of no weight."""
     proposed = accepted = 0
-    async with open_tiny(store, speculation=sparse(budget_pages=24)) as manager, manager.session() as session:
-        for seed in range(6):
-            decoding = tokens(40, temperature=1.3)
-            result = await rehearse(session, noise_ids(42, 400), decoding=decoding, mode="exact", seed=seed)
+    async with open_tiny(store, speculation=sparse(budget_pages=99)) as manager, manager.session() as session:
+        for seed in range(4):
+            decoding = tokens(40, temperature=2.0)
+            result = await rehearse(session, noise_ids(42, 1600), decoding=decoding, mode="exact", seed=seed)
             proposed, accepted = proposed + result.trace.proposed, accepted + result.trace.accepted
     return accepted / proposed
 
@@ -82,7 +82,7 @@ async def acceptance(store: Path) -> float:
 async def test_c90_drafts_are_sampled_with_the_noise_of_the_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where proposals see nearly all, most are accepted, at any temperature; drafted greedily, far fewer are."""
+    """Where proposals see nearly all, nearly all are accepted, at any temperature; drafted greedily, far fewer are."""
     shared = await acceptance(tmp_path / "shared")
 
     def take(self: SparseProposer, logits: torch.Tensor, segment: Any) -> None:
@@ -90,8 +90,8 @@ async def test_c90_drafts_are_sampled_with_the_noise_of_the_target(
 
     monkeypatch.setattr(SparseProposer, "take", take)
     greedy = await acceptance(tmp_path / "greedy")
-    assert shared > 0.5
-    assert greedy < shared - 0.2
+    assert shared > 0.8
+    assert greedy < shared - 0.3
 
 
 async def test_auto_is_full_whatever_the_controller_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
