@@ -23,14 +23,15 @@ from agentkv.models import resolve
 ONE = DecodingConfig(max_new_tokens=1)
 
 
-async def memory(length: int, threads: int) -> dict[str, Any]:
-    """Peak resident bytes of this (fresh) process with one session of `length` tokens."""
+async def memory(ids: list[int], threads: int) -> dict[str, Any]:
+    """Peak resident bytes of this (fresh) process with one session of `ids` (made elsewhere: a tokenizer counts)."""
+    length = len(ids)
     files = resolve("smollm2")
     with tempfile.TemporaryDirectory() as store:
         async with agentkv.open("smollm2", store=store, config=EngineConfig(threads=threads)) as manager:
             opened = _resident()
             async with manager.session("memory") as session:
-                await session.step(prose_ids(length), decoding=DecodingConfig(max_new_tokens=64))
+                await session.step(ids, decoding=DecodingConfig(max_new_tokens=64))
             weights = sum((files.directory / name).stat().st_size for name in files.weights)
             kv_bytes = (length + 64) * files.shape.token_bytes
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -86,7 +87,7 @@ async def main() -> None:
     setup(options.threads)
     lengths = options.lengths or [4000]
     if options.memory_only:
-        print(json.dumps(await memory(lengths[0], options.threads)))
+        print(json.dumps(await memory(json.load(sys.stdin), options.threads)))
         return
     report({"bench": "machine", **machine(options.threads)}, as_json=options.json)
     for length in lengths:
@@ -94,12 +95,11 @@ async def main() -> None:
             sys.executable,
             __file__,
             "--memory-only",
-            "--lengths",
-            str(length),
             "--threads",
             str(options.threads),
         ]
-        child = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True)
+        ids = json.dumps(prose_ids(length))
+        child = await asyncio.to_thread(subprocess.run, command, input=ids, capture_output=True, text=True, check=True)
         report(json.loads(child.stdout.splitlines()[-1]), as_json=options.json)
         report(await commit_and_reopen(options, length), as_json=options.json)
 
