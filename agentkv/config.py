@@ -139,6 +139,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the machine's memory, reserved as address space and only touched as pages fill).
     `durability="kv"`: a step returns when its KV is on disk; `"tokens"`: when its token ids are.
     `threads` is the number of torch threads (default: the cores this process may use).
+    `prefill_chunk` is the most tokens a prefill computes while other sessions wait for their next round (twice that
+    when none does); a multiple of 16.
     """
 
     store_bytes: int = 16 << 30

@@ -4,7 +4,7 @@ Bridges generations to the pure controller (`scheduler/phase.py`), which knows s
 Modes: `full` never proposes; `exact` and `sparse` propose whenever they can; `auto` asks the controller.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from agentkv.calibration import Calibration
 from agentkv.config import PAGE_TOKENS
@@ -14,9 +14,11 @@ from agentkv.scheduler.phase import Controller, Decision, SequenceState
 from agentkv.types import ModelShape
 
 
-def next_works(running: Iterable[Generation], chunk: int) -> list[Work]:
+def next_works(running: Sequence[Generation], chunk: int) -> list[Work]:
     """One work per generation; those that must prefill more than a tail holds take turns, a chunk per round. The last
-    rows ride in the forward of the last chunk."""
+    rows ride in the forward of the last chunk. Where nobody else is held up, a chunk is twice as large."""
+    if len(running) == 1:
+        chunk *= 2
     works, chunked = [], False
     for generation in running:
         _recompute_if_due(generation)

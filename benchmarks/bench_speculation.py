@@ -21,8 +21,9 @@ TOKENS = 96
 class Measured:
     """Seconds per token of one mode on one session, and what its rounds were, summed over runs."""
 
-    def __init__(self, session: agentkv.Session, mode: Mode, penalty: float) -> None:
+    def __init__(self, session: agentkv.Session, mode: Mode, more: list[int], penalty: float) -> None:
         self.session = session
+        self.more = more  # the text goes on: a break in it would be what the model sees last
         self.mode: Mode = mode
         self.decoding = DecodingConfig(max_new_tokens=TOKENS, ignore_eos=True, repetition_penalty=penalty)
         self.proposed = self.accepted = 0
@@ -32,7 +33,7 @@ class Measured:
         """One run; it is left before the commit, so the session stays as it was."""
         times: list[float] = []
         tokens: list[int] = []
-        async with self.session.stream([1, 2, 3], mode=self.mode, decoding=self.decoding) as stream:
+        async with self.session.stream(self.more, mode=self.mode, decoding=self.decoding) as stream:
             async for event in stream:
                 if isinstance(event, Text):
                     times.append(time.perf_counter())
@@ -67,17 +68,18 @@ async def main() -> None:
             managers[name] = await stack.enter_async_context(agentkv.open("smollm2", store=store, config=config))
         for length in options.lengths or (4000, 7900):
             for text, make, penalty in (("prose", prose_ids, 1.1), ("repetitive", repetitive_ids, 1.0)):
-                ids = make(length - TOKENS - 4)
+                ids = make(length - TOKENS)
+                ids, more = ids[:-4], ids[-4:]
                 async with AsyncExitStack() as sessions:
                     opened = {}
                     for name, manager in managers.items():
                         opened[name] = await sessions.enter_async_context(manager.session(f"{text}-{length}"))
                         await opened[name].step(ids, decoding=DecodingConfig(max_new_tokens=1))
                     measured = {
-                        "full": Measured(opened["default"], "full", penalty),
-                        "auto": Measured(opened["default"], "auto", penalty),
-                        "exact_k2": Measured(opened["k2"], "exact", penalty),
-                        "exact_k4": Measured(opened["k4"], "exact", penalty),
+                        "full": Measured(opened["default"], "full", more, penalty),
+                        "auto": Measured(opened["default"], "auto", more, penalty),
+                        "exact_k2": Measured(opened["k2"], "exact", more, penalty),
+                        "exact_k4": Measured(opened["k4"], "exact", more, penalty),
                     }
                     systems = {name: blocking(system.run, loop) for name, system in measured.items()}
                     found = await asyncio.to_thread(interleave, systems, options.runs)

@@ -1,4 +1,4 @@
-"""(d) peak memory against weights + KV, and (e) commit and reopen of a 4,000-token session, SmolLM2.
+"""(d) memory against weights + KV, and (e) commit and reopen of a 4,000-token session, SmolLM2.
 
 usage: python benchmarks/bench_store.py [--json] [--lengths 4000] [--runs 5] [--threads 2]
 """
@@ -6,7 +6,6 @@ usage: python benchmarks/bench_store.py [--json] [--lengths 4000] [--runs 5] [--
 import argparse
 import asyncio
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -29,25 +28,30 @@ async def memory(ids: list[int], threads: int) -> dict[str, Any]:
     files = resolve("smollm2")
     with tempfile.TemporaryDirectory() as store:
         async with agentkv.open("smollm2", store=store, config=EngineConfig(threads=threads)) as manager:
-            opened = _resident()
+            opened = _status("VmRSS")
             async with manager.session("memory") as session:
                 await session.step(ids, decoding=DecodingConfig(max_new_tokens=64))
+                stepped = _status("VmRSS")
             weights = sum((files.directory / name).stat().st_size for name in files.weights)
             kv_bytes = (length + 64) * files.shape.token_bytes
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = _status("VmHWM")  # getrusage would count this process's parent, too
     return {
         "bench": "memory",
         "length": length,
         "peak_mb": peak >> 20,
         "after_open_mb": opened >> 20,
+        "after_step_mb": stepped >> 20,
         "weights_mb": weights >> 20,
         "kv_mb": kv_bytes >> 20,
         "peak_over_weights_and_kv": round(peak / (weights + kv_bytes), 2),
+        "after_step_over_weights_and_kv": round(stepped / (weights + kv_bytes), 2),
     }
 
 
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def _status(name: str) -> int:
+    """Bytes of this process, from the kernel: VmRSS resident now, VmHWM at most so far."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
 
 
 async def commit_and_reopen(options: Any, length: int) -> dict[str, Any]:

@@ -84,6 +84,7 @@ def _to_bytes(k: torch.Tensor, v: torch.Tensor) -> np.ndarray:
 
 def _from_bytes(payload: np.ndarray, k: torch.Tensor, v: torch.Tensor) -> None:
     layers, heads, rows, dim = k.shape
-    both = torch.from_numpy(payload).view(k.dtype).view(layers, 2, heads, rows, dim)
-    k.copy_(both[:, 0])
-    v.copy_(both[:, 1])
+    both = torch.from_numpy(payload).view(k.dtype).view(layers, 2, heads, rows, dim).numpy()
+    # numpy copies on this thread alone: thousands of small torch copies spend their time waking the other threads.
+    k.numpy()[:] = both[:, 0]
+    v.numpy()[:] = both[:, 1]

