@@ -16,16 +16,21 @@ import agentkv
 from agentkv import DecodingConfig, EngineConfig, Mode, Round, SpeculationConfig, Text
 
 TOKENS = 96
+SEED = 7
+TEXTS = {
+    "prose": (prose_ids, {"temperature": 0.8, "top_p": 0.95}),  # greedy, so small a model repeats itself
+    "repetitive": (repetitive_ids, {}),
+}
 
 
 class Measured:
     """Seconds per token of one mode on one session, and what its rounds were, summed over runs."""
 
-    def __init__(self, session: agentkv.Session, mode: Mode, more: list[int], penalty: float) -> None:
+    def __init__(self, session: agentkv.Session, mode: Mode, more: list[int], sampling: dict[str, Any]) -> None:
         self.session = session
         self.more = more  # the text goes on: a break in it would be what the model sees last
         self.mode: Mode = mode
-        self.decoding = DecodingConfig(max_new_tokens=TOKENS, ignore_eos=True, repetition_penalty=penalty)
+        self.decoding = DecodingConfig(max_new_tokens=TOKENS, ignore_eos=True, **sampling)
         self.proposed = self.accepted = 0
         self.kinds: dict[str, int] = {}
 
@@ -33,7 +38,7 @@ class Measured:
         """One run; it is left before the commit, so the session stays as it was."""
         times: list[float] = []
         tokens: list[int] = []
-        async with self.session.stream(self.more, mode=self.mode, decoding=self.decoding) as stream:
+        async with self.session.stream(self.more, mode=self.mode, decoding=self.decoding, seed=SEED) as stream:
             async for event in stream:
                 if isinstance(event, Text):
                     times.append(time.perf_counter())
@@ -67,7 +72,7 @@ async def main() -> None:
             config = EngineConfig(threads=options.threads, speculation=speculation)
             managers[name] = await stack.enter_async_context(agentkv.open("smollm2", store=store, config=config))
         for length in options.lengths or (4000, 7900):
-            for text, make, penalty in (("prose", prose_ids, 1.1), ("repetitive", repetitive_ids, 1.0)):
+            for text, (make, sampling) in TEXTS.items():
                 ids = make(length - TOKENS)
                 ids, more = ids[:-4], ids[-4:]
                 async with AsyncExitStack() as sessions:
@@ -76,10 +81,10 @@ async def main() -> None:
                         opened[name] = await sessions.enter_async_context(manager.session(f"{text}-{length}"))
                         await opened[name].step(ids, decoding=DecodingConfig(max_new_tokens=1))
                     measured = {
-                        "full": Measured(opened["default"], "full", more, penalty),
-                        "auto": Measured(opened["default"], "auto", more, penalty),
-                        "exact_k2": Measured(opened["k2"], "exact", more, penalty),
-                        "exact_k4": Measured(opened["k4"], "exact", more, penalty),
+                        "full": Measured(opened["default"], "full", more, sampling),
+                        "auto": Measured(opened["default"], "auto", more, sampling),
+                        "exact_k2": Measured(opened["k2"], "exact", more, sampling),
+                        "exact_k4": Measured(opened["k4"], "exact", more, sampling),
                     }
                     systems = {name: blocking(system.run, loop) for name, system in measured.items()}
                     found = await asyncio.to_thread(interleave, systems, options.runs)
