@@ -1,24 +1,20 @@
-"""Prompts. For SmolLM2 real ones: sources of the standard library, the language reference, installed documentation.
-
-Modules and chapters are those that hardly change between Python versions. `generate` is what transformers says to them.
+"""Prompts. For SmolLM2 real ones: sources and documentation of the pinned torch, and the licence, so that they are the
+same under every Python version. `generate` is what transformers says to them.
 """
 
-import colorsys
 import copy
-import heapq
 import inspect
-import queue
 import random
 import textwrap
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pydoc_data.topics import topics
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from conftest import kv_option
+from torch import nn
 from transformers import DynamicCache
 
 from agentkv import DecodingConfig, Session, SessionManager
@@ -46,22 +42,44 @@ class Prompt:
         return ids
 
 
+LICENSE = Path(__file__).parent.parent / "LICENSE"
+
 PROMPTS = {
     prompt.name: prompt
     for prompt in (
-        Prompt("small module", 300, lambda: inspect.getsource(colorsys), "Explain this module."),
-        Prompt("reference", 420, lambda: topics["import"]),
-        Prompt("reference chapter", 600, lambda: topics["execmodel"]),
-        Prompt("tables", 700, lambda: topics["typesseq-mutable"], "What is the largest integer?"),
-        Prompt("module", 800, lambda: inspect.getsource(textwrap), "Translate this module to JavaScript."),
-        Prompt("review", 1000, lambda: inspect.getsource(queue), "What may go wrong when many threads use this?"),
-        Prompt("source", 1700, lambda: inspect.getsource(heapq)),
-        Prompt("documentation", 3000, lambda: np.einsum.__doc__, "How do I compute a trace with this?"),
+        Prompt("small module", 300, lambda: inspect.getsource(nn.Flatten), "Explain this module."),
+        Prompt("reference", 420, lambda: inspect.getdoc(nn.CrossEntropyLoss)),
+        Prompt("licence", 600, LICENSE.read_text),
+        Prompt("terms", 700, LICENSE.read_text, "What may I do with this software?"),
+        Prompt("module", 800, lambda: _sources(nn.LayerNorm, nn.RMSNorm), "Translate this module to JavaScript."),
+        Prompt(
+            "review",
+            1000,
+            lambda: _sources(nn.Module.register_forward_hook, nn.Module.state_dict, nn.Module.load_state_dict),
+            "What may go wrong when many threads use this?",
+        ),
+        Prompt("source", 1700, lambda: _sources(nn.Transformer)),
+        Prompt(
+            "documentation",
+            3000,
+            lambda: _documentation(
+                nn.MultiheadAttention, nn.functional.scaled_dot_product_attention, torch.stft, nn.GRU
+            ),
+            "Which of these is causal?",
+        ),
     )
 }
 
-REPETITIVE = Prompt("repetitive", 900, lambda: inspect.getsource(textwrap.dedent) * 3)
+REPETITIVE = Prompt("repetitive", 900, lambda: _sources(textwrap.dedent) * 3)
 """The same function again and again: what lookup is for."""
+
+
+def _sources(*objects: Any) -> str:
+    return "".join(map(inspect.getsource, objects))
+
+
+def _documentation(*objects: Any) -> str:
+    return "".join(inspect.getdoc(each) or "" for each in objects)
 
 
 @asynccontextmanager

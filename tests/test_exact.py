@@ -17,6 +17,7 @@ from prompts import PROMPTS, distinct_grams, generate, prompted, tokens
 from agentkv import Session, SessionManager
 from agentkv.backends.base import Segment
 from agentkv.backends.sampling import Accepted, Sampler
+from agentkv.config import PAGE_TOKENS
 from agentkv.generation import Generation
 
 TOKENS = 48
@@ -51,12 +52,12 @@ COMBINATIONS = [
         ("reference", 8, "quarter", "sparse", 1.1),
         ("reference", 4, "eighth", "lookup", 1.0),
         ("reference", 1, "half", "both", 1.0),
-        ("reference chapter", 8, "half", "sparse", 1.1),
-        ("reference chapter", 4, "eighth", "both", 1.0),
-        ("reference chapter", 1, "quarter", "lookup", 1.0),
-        ("tables", 4, "half", "lookup", 1.0),
-        ("tables", 8, "eighth", "both", 1.1),
-        ("tables", 1, "quarter", "sparse", 1.0),
+        ("licence", 8, "half", "sparse", 1.1),
+        ("licence", 4, "eighth", "both", 1.0),
+        ("licence", 1, "quarter", "lookup", 1.0),
+        ("terms", 4, "half", "lookup", 1.0),
+        ("terms", 8, "eighth", "both", 1.1),
+        ("terms", 1, "quarter", "sparse", 1.0),
         ("module", 8, "quarter", "lookup", 1.0),
         ("module", 4, "half", "sparse", 1.1),
         ("module", 1, "eighth", "both", 1.0),
@@ -131,8 +132,8 @@ async def test_greedy_exact_is_generate(smol: SessionManager, generated: Generat
 MIXED = {
     "small module": ("exact", {"k": 4, "k_max": 4, "budget_pages": 6, "proposers": ("sparse",)}),
     "reference": ("exact", {"k": 8, "budget_pages": 8, "proposers": ("lookup", "sparse")}),
-    "reference chapter": ("full", {}),
-    "tables": ("auto", {"k_max": 4, "budget_pages": 12}),
+    "licence": ("full", {}),
+    "terms": ("auto", {"k_max": 4, "budget_pages": 12}),
 }
 
 
@@ -241,13 +242,13 @@ def _accept_a_draft_too_many(patch: pytest.MonkeyPatch, session: Session) -> Non
     patch.setattr(Sampler, "accept", careless)
 
 
-def _verify_one_position_on(patch: pytest.MonkeyPatch, session: Session) -> None:
-    """Verification rows are rotated as if they stood one position later."""
+def _verify_a_page_on(patch: pytest.MonkeyPatch, session: Session) -> None:
+    """Verification rows are rotated as if they stood a page later."""
     backend = session._engine.backend
 
     def forward(segments: list[Segment]) -> list[torch.Tensor]:
         for segment in segments:
-            segment.position += segment.draft is None and segment.logits > 1
+            segment.position += PAGE_TOKENS * (segment.draft is None and segment.logits > 1)
         return type(backend).forward(backend, segments)
 
     patch.setattr(backend, "forward", forward)
@@ -269,7 +270,7 @@ def margins_of_tokens() -> Iterator[list[float]]:
         yield margins
 
 
-FAULTS = {"page": _drop_a_page, "acceptance": _accept_a_draft_too_many, "position": _verify_one_position_on}
+FAULTS = {"page": _drop_a_page, "acceptance": _accept_a_draft_too_many, "position": _verify_a_page_on}
 
 
 @pytest.mark.model
@@ -279,7 +280,7 @@ async def test_a_planted_fault_shows_as_a_divergence_that_is_no_tie(
 ) -> None:
     """The test of the tests above: where tokens first part, `full` had decided by far more than numeric noise.
     (Sampled: greedy output of this model is so sure of itself that it survives each of these faults for a while.)"""
-    options: Any = {"decoding": tokens(TOKENS, temperature=1.0), "seed": 1}
+    options: Any = {"decoding": tokens(TOKENS, temperature=1.5), "seed": 1}
     async with prompted(smol, PROMPTS["reference"]) as (session, ids):
         with margins_of_tokens() as margins:
             full = await rehearse(session, ids, mode="full", **options)
