@@ -62,7 +62,7 @@ class Stream:
         self._expect = expect
         self._generation: Generation | None = None
         self._entered = False
-        self._over = False
+        self._over = True  # until it is the session's writer
         self._changing = anyio.Lock()
         """Held while the session changes: begin, commit, and the end of an unfinished step."""
         self._interruption: AgentKVError | None = None
@@ -78,6 +78,7 @@ class Stream:
         self._entered = True
         self.started = time.perf_counter()
         self._session.acquire(self, self._expect)
+        self._over = False
         with self._attended():
             try:
                 async with self._changing:
@@ -93,9 +94,10 @@ class Stream:
 
     async def __anext__(self) -> StreamEvent:
         """The next event; raises what made the step fail, once, after it has been rolled back."""
+        assert self._entered, "a stream is iterated inside `async with`"
         event = None
         if not self._over:
-            assert self._generation is not None, "a stream is iterated inside `async with`"
+            assert self._generation is not None
             with self._attended():
                 try:
                     event = await self._generation.next_update() or await self._commit(self._generation)

@@ -28,7 +28,7 @@ names = (f"c{i}" for i in count())
 @pytest_asyncio.fixture(scope="module")
 async def tiny(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SessionManager]:
     speculation = SpeculationConfig(k=2, budget_pages=8)
-    async with open_tiny(tmp_path_factory.mktemp("tiny"), prefill_chunk=128, speculation=speculation) as manager:
+    async with open_tiny(tmp_path_factory.mktemp("tiny"), prefill_chunk=64, speculation=speculation) as manager:
         yield manager
 
 

@@ -165,3 +165,15 @@ async def test_after_its_end_a_stream_only_stops(tiny):
                 await anext(stream)
             await stream.aclose()
         assert session.head == stream.result.checkpoint
+
+
+async def test_a_refused_stream_can_be_closed_without_harm(tiny: SessionManager) -> None:
+    """Closing what never began leaves alone the step that is in flight."""
+    async with tiny.session() as session, session.stream(PROMPT, decoding=tokens(8)) as running:
+        refused = session.stream(PROMPT)
+        with pytest.raises(SessionBusy):
+            await refused.__aenter__()
+        await refused.aclose()
+        assert session.busy
+        events = [event async for event in running]
+    assert isinstance(events[-1], Done)
