@@ -13,6 +13,7 @@ from agentkv import (
     Done,
     Round,
     Session,
+    SessionBusy,
     SessionManager,
     SpeculationConfig,
     StaleHead,
@@ -169,7 +170,7 @@ async def test_after_its_end_a_stream_only_stops(tiny):
 
 async def test_a_refused_stream_can_be_closed_without_harm(tiny: SessionManager) -> None:
     """Closing what never began leaves alone the step that is in flight."""
-    async with tiny.session() as session, session.stream(PROMPT, decoding=tokens(8)) as running:
+    async with tiny.session() as session, session.stream(PROMPT, decoding=DECODING) as running:
         refused = session.stream(PROMPT)
         with pytest.raises(SessionBusy):
             await refused.__aenter__()
