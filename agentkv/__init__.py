@@ -38,10 +38,24 @@ from agentkv.errors import (
     UnsupportedModel,
 )
 from agentkv.manager import SessionManager
-from agentkv.types import Done, Event, Item, Round, SessionInfo, StepResult, StreamEvent, Text, Trace, Usage
+from agentkv.types import (
+    CheckpointInfo,
+    Done,
+    Event,
+    Item,
+    Round,
+    SessionDetails,
+    SessionInfo,
+    StepResult,
+    StreamEvent,
+    Text,
+    Trace,
+    Usage,
+)
 
 if TYPE_CHECKING:
     from agentkv.models import Progress
+    from agentkv.offline import SessionStore
     from agentkv.session import Session
     from agentkv.stream import Stream
 
@@ -52,6 +66,7 @@ __all__ = [
     "BackendUnavailable",
     "CapacityError",
     "CheckpointExpired",
+    "CheckpointInfo",
     "ContextOverflow",
     "DecodingConfig",
     "Done",
@@ -70,10 +85,12 @@ __all__ = [
     "Round",
     "Session",
     "SessionBusy",
+    "SessionDetails",
     "SessionError",
     "SessionInfo",
     "SessionManager",
     "SessionNotFound",
+    "SessionStore",
     "SpeculationConfig",
     "StaleHead",
     "StepResult",
@@ -92,6 +109,7 @@ __all__ = [
     "UnsupportedModel",
     "Usage",
     "open",
+    "open_store",
 ]
 
 
@@ -115,8 +133,23 @@ def open(
     )
 
 
+def open_store(path: str | Path, *, write: bool = False, store_bytes: int | None = None) -> "SessionStore":
+    """The store at `path` without a model, to look at or change its sessions: `with agentkv.open_store(path) as store`.
+
+    Reading goes on beside a manager; `write=True` makes it the one writer. `store_bytes`: as in `EngineConfig`.
+    Raises StoreError where there is no store, StoreLocked, StoreUnsafe.
+    """
+    from agentkv.offline import open_existing
+
+    return open_existing(path, write=write, store_bytes=store_bytes)
+
+
 def __getattr__(name: str) -> Any:
-    """`Session` and `Stream` are public names whose modules need torch: loaded when asked for."""
+    """Public names whose modules need torch or lmdb: loaded when asked for."""
+    if name == "SessionStore":
+        from agentkv.offline import SessionStore
+
+        return SessionStore
     if name == "Session":
         from agentkv.session import Session
 

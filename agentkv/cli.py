@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import agentkv
+from agentkv.store_commands import add_sessions
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_model(chat)
     chat.set_defaults(run=_chat)
+    add_sessions(commands)
     return parser
 
 

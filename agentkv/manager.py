@@ -137,6 +137,14 @@ class SessionManager:
             raise SessionBusy(f"session {id!r} is open")
         await engine.disk.finish(engine.store.delete, namespace, id)
 
+    async def compact(self) -> tuple[int, int]:
+        """Give the bytes of deleted sessions back to the disk; returns the data file's bytes before and after.
+
+        Commits wait meanwhile. Raises StoreFull if the disk has no room for a copy of what is live.
+        """
+        engine = self._require_engine()
+        return await engine.disk.finish(engine.store.compact)
+
     def statistics(self) -> dict[str, Any]:
         """A snapshot: sessions by state, pages, rounds in flight, the store's counts and bytes."""
         engine = self._require_engine()

@@ -4,28 +4,30 @@
 transaction is shielded, and `head` says which commit the session is at. `waking.py` brings its KV into memory.
 """
 
+import logging
 import time
 from collections.abc import Sequence as Items
 from typing import Literal
 
 import anyio
 import msgspec
-import numpy as np
-import xxhash
 
 from agentkv.config import MODES, PAGE_TOKENS, DecodingConfig, Every, Mode, Tolerant
 from agentkv.engine import Engine
 from agentkv.errors import AgentKVError, InvalidInput, SessionBusy, SessionError, SessionNotFound, StaleHead
 from agentkv.generation import Generation
 from agentkv.lanes import shielded
-from agentkv.memory.keys import checkpoint_name
-from agentkv.memory.manifest import Commit, Manifest
+from agentkv.memory.keys import checkpoint_name, parse_checkpoint
+from agentkv.memory.manifest import Commit, Manifest, emptied
+from agentkv.result import step_result
 from agentkv.room import Room
 from agentkv.starting import new_generation
 from agentkv.stream import Stream
 from agentkv.transcript import StepInput
-from agentkv.types import Event, Item, Span, StepResult, Trace, Usage
-from agentkv.waking import Awake, Sidecar, check_identity, wake
+from agentkv.types import Event, Span, StepResult
+from agentkv.waking import Awake, Sidecar, check_identity, digest, truncate, wake
+
+_log = logging.getLogger("agentkv.session")
 
 OnCancel = Literal["rollback", "keep"]
 
@@ -49,6 +51,7 @@ class Session:
         self._stream: Stream | None = None
         self._waking = anyio.Lock()
         self._opened = False
+        self._going_back = False
         self._closed_by: AgentKVError | None = None
 
     # The handle
@@ -155,7 +158,78 @@ class Session:
         """xxh3-128 (hex) over the token ids and every KV byte of the last commit, loading it if need be."""
         self._require_free()
         awake = await self._wake()
-        return await self._engine.compute.run(_digest, self._engine, awake)
+        return await self._engine.compute.run(digest, self._engine, awake)
+
+    async def checkpoint(self) -> str:
+        """Keep the last commit until the session is deleted, however many follow; returns its id.
+
+        Raises SessionError if nothing has been committed.
+        """
+        manifest = self._require_commit()
+        pinned = await shielded(self._engine.disk.run(self._engine.store.pin, manifest))
+        if self._manifest is manifest:
+            self._manifest = pinned
+        return pinned.checkpoint
+
+    async def fork(self, new_id: str, at: str | None = None) -> str:
+        """Start session `new_id` from this one's last commit, or from checkpoint `at`; returns its head.
+
+        Pages are shared, in the store and in memory. During a step it is the commit before it that is forked.
+        Raises InvalidInput if there is a session `new_id`, CheckpointExpired, SessionError if nothing is committed.
+        """
+        engine = self._engine
+        if engine.validate_id(new_id) == self.id:
+            raise InvalidInput(f"a fork of {self.id!r} needs an id of its own")
+        source = self._require_commit() if at is None else await self._kept(at)
+        forked = await shielded(engine.disk.run(engine.store.branch, source, new_id, time.time()))
+        return forked.checkpoint
+
+    async def rollback(self, checkpoint: str) -> str:
+        """Go back to a checkpoint of this session. That is a commit, too: a new head, which is returned, with the
+        tokens, KV and sidecars of the old one. (Number 0, the head of a session without commits, empties it.)
+
+        Raises SessionBusy, CheckpointExpired, InvalidInput, StoreFull.
+        """
+        self._require_free()
+        self._going_back = True  # nobody may build on the old head meanwhile
+        try:
+            empty = checkpoint == checkpoint_name(self.id, 0)
+            source = None if empty else await self._kept(checkpoint)
+            async with self._waking:
+                await shielded(self._branch_back(source))
+        finally:
+            self._going_back = False
+        return self.head
+
+    async def _branch_back(self, source: Manifest | None) -> None:
+        engine, now = self._engine, time.time()
+        if source is not None:
+            self._manifest = await engine.disk.run(engine.store.branch, source, self.id, now)
+        elif self._manifest is not None:
+            empty = emptied(self._manifest, engine.identity, now)
+            self._manifest = await engine.disk.run(engine.store.commit, empty)
+        if self._awake is not None:
+            before, self._awake = self._awake, None
+            try:
+                self._awake = await wake(engine, self._manifest)  # while `before` still holds the pages they share
+            except AgentKVError:
+                _log.warning("session %r went back and is asleep", self.id, exc_info=True)
+            finally:
+                await self._let_go(before)
+
+    async def _kept(self, checkpoint: str) -> Manifest:
+        """The manifest of a checkpoint of this session."""
+        session, number = parse_checkpoint(checkpoint)
+        if session != self.id:
+            raise InvalidInput(f"{checkpoint} is no checkpoint of session {self.id!r}")
+        return await self._engine.disk.run(self._engine.store.manifest, self.namespace, self.id, number)
+
+    def _require_commit(self) -> Manifest:
+        if not self._opened:
+            raise self._closed_by or SessionError(f"session {self.id!r} is not open: use `async with`")
+        if self._manifest is None:
+            raise SessionError(f"session {self.id!r} has no commit yet")
+        return self._manifest
 
     async def sleep(self) -> None:
         """Let go of all memory; the next step loads the last commit. No effect while a step is in flight."""
@@ -295,7 +369,7 @@ class Session:
         tokens, kv_len = (self._manifest.tokens, self._manifest.kv_len) if self._manifest else (0, 0)
         uncommitted = awake.sequence.table.records[kv_len // PAGE_TOKENS :]
         await engine.backup.drop(self.namespace, uncommitted)
-        await engine.compute.run(_truncate, awake, tokens, kv_len)
+        await engine.compute.run(truncate, awake, tokens, kv_len)
 
     async def _wake(self) -> Awake:
         async with self._waking:
@@ -306,54 +380,5 @@ class Session:
     def _require_free(self) -> None:
         if not self._opened:
             raise self._closed_by or SessionError(f"session {self.id!r} is not open: use `async with`")
-        if self._stream is not None:
-            raise SessionBusy(f"session {self.id!r} has a step in flight")
-
-
-def step_result(generation: Generation, stream: Stream, checkpoint: str) -> StepResult:
-    """What a committed generation says of itself."""
-    counters, finish = generation.counters, generation.finish_reason
-    assert finish is not None
-    assert stream.delta is not None
-    ended, first = time.perf_counter(), generation.first_token or generation.started
-    trace = Trace(
-        mode=generation.mode,
-        rounds=dict(counters.rounds),
-        proposed=counters.proposed,
-        accepted=counters.accepted,
-        kv_read_share=counters.pages_read / counters.pages_full if counters.pages_full else 0.0,
-        ties=counters.ties,
-        seed=generation.sampler.seed,
-        events=tuple(generation.events),
-        seconds=ended - generation.started,
-        ttft_seconds=first - generation.started,
-        decode_seconds=(generation.last_token or first) - first,
-    )
-    usage = Usage(
-        input=len(stream.delta.token_ids),
-        output=len(generation.emitted),
-        cached=stream.cached,
-        prefilled=counters.prefilled - stream.carry,
-        loaded=stream.loaded,
-    )
-    message = Item("assistant", generation.text)
-    return StepResult(generation.text, message, tuple(generation.emitted), finish, checkpoint, usage, trace)
-
-
-def _truncate(awake: Awake, tokens: int, kv_len: int) -> None:
-    """Back to a commit of `tokens` tokens with `kv_len` KV positions (compute lane)."""
-    sequence = awake.sequence
-    sequence.truncate_kv(min(sequence.kv_len, kv_len))
-    del sequence.token_ids[tokens:]
-    awake.lookup.truncate(tokens)
-    awake.head.truncate(len(sequence.table))
-
-
-def _digest(engine: Engine, awake: Awake) -> str:
-    sequence = awake.sequence
-    state = xxhash.xxh3_128(np.asarray(sequence.token_ids, "<u4").tobytes())
-    for page in sequence.table.pages:
-        state.update(engine.backend.read_page(page).data)
-    if sequence.tail.rows:
-        state.update(engine.backend.read_tail(sequence.buffer, sequence.tail.rows).data)
-    return state.hexdigest()
+        if self._stream is not None or self._going_back:
+            raise SessionBusy(f"session {self.id!r} has a step or a rollback in flight")

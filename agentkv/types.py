@@ -186,3 +186,31 @@ class SessionInfo(msgspec.Struct, frozen=True):
     kv_len: int
     bytes: int
     updated_at: float
+
+
+class CheckpointInfo(msgspec.Struct, frozen=True):
+    """A kept commit. `created_at` is Unix seconds; a pinned one is kept until its session is deleted."""
+
+    id: str
+    tokens: int
+    pinned: bool
+    created_at: float
+
+
+class SessionDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """What the store knows of one session. `parent`: the checkpoint its head was built on ("" for the first commit);
+    `bytes` counts the head's pages, shared ones included."""
+
+    id: str
+    namespace: str
+    head: str
+    parent: str
+    tokens: int
+    kv_len: int
+    kv_durable_len: int
+    bytes: int
+    identity: Identity
+    reasoning: str
+    finish_reason: str
+    checkpoints: tuple[CheckpointInfo, ...]
+    spans: tuple[Span, ...]

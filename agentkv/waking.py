@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
+import xxhash
 
 from agentkv.config import PAGE_TOKENS
 from agentkv.engine import Engine
@@ -69,24 +70,28 @@ async def wake(engine: Engine, manifest: Manifest | None) -> Awake:
         return await engine.compute.make(_start, _close, engine, [], [], Sidecar())
     started = time.perf_counter()
     contents = await engine.disk.run(engine.store.contents, manifest)
+    if contents.token_ids and max(contents.token_ids) >= engine.backend.shape.vocab:  # only an import could hold it
+        beyond = f"token id {max(contents.token_ids)} is beyond the vocabulary of {engine.backend.shape.vocab}"
+        raise StoreDamaged(f"{manifest.checkpoint}: {beyond}")
     sidecar = _read_sidecar(manifest)
     event = check_identity(manifest.identity, engine)
     foreign = manifest.identity.kv_id != engine.identity.kv_id
     records = [] if foreign else contents.records
-    async with engine.room.promised(len(records) + 2):
-        awake = await engine.compute.make(_start, _close, engine, contents.token_ids, contents.spans, sidecar)
-        if event is not None:
-            awake.events.append(event)
-        try:
-            await _load(engine, manifest, records, awake, foreign=foreign)
-        except BaseException:
-            await engine.compute.finish(_close, awake)
-            raise
+    awake = await engine.compute.make(_start, _close, engine, contents.token_ids, contents.spans, sidecar)
+    if event is not None:
+        awake.events.append(event)
+    try:
+        shared = await engine.compute.run(awake.sequence.share, records)
+        async with engine.room.promised(len(records) - shared):
+            await _load(engine, manifest, records[shared:], awake, foreign=foreign)
+    except BaseException:
+        await engine.compute.finish(_close, awake)
+        raise
     if not foreign and (behind := manifest.kv_len - manifest.kv_durable_len):
         reason = f"KV from position {manifest.kv_durable_len} on was not on disk: recomputed from ids"
         awake.events.append(Event("recompute", reason, behind))
-    awake.loaded = awake.sequence.kv_len
-    awake.sound_tokens = awake.loaded
+    awake.loaded = awake.sequence.kv_len - shared * PAGE_TOKENS
+    awake.sound_tokens = awake.sequence.kv_len
     awake.committed_pages = len(awake.sequence.table)
     loaded_bytes = awake.loaded * engine.backend.shape.token_bytes
     if awake.loaded:
@@ -112,12 +117,12 @@ def _read_sidecar(manifest: Manifest) -> Sidecar:
 
 
 async def _load(engine: Engine, manifest: Manifest, records: list[int], awake: Awake, *, foreign: bool) -> None:
-    """Fill the sequence with the longest sound prefix of pages, and with the tail if every page is sound."""
-    sequence, sound = awake.sequence, True
+    """Read `records`, the pages behind those it shares: the longest sound prefix, and the tail if all are sound."""
+    sequence, sound, first = awake.sequence, True, len(awake.sequence.table)
     for start in range(0, len(records), _PART_PAGES):
         part = records[start : start + _PART_PAGES]
         payloads = await engine.disk.run(engine.store.read_pages, manifest.namespace, engine.codec, part)
-        good = _sound_prefix(payloads, start, awake)
+        good = _sound_prefix(payloads, first + start, awake)
         await engine.compute.run(_install, engine, sequence, good, part)
         if len(good) < len(part):
             sound = False
@@ -155,3 +160,23 @@ def _install(engine: Engine, sequence: Sequence, payloads: list[np.ndarray], rec
 
 def _close(awake: Awake) -> None:
     awake.sequence.close()
+
+
+def truncate(awake: Awake, tokens: int, kv_len: int) -> None:
+    """Back to a commit of `tokens` tokens with `kv_len` KV positions (compute lane)."""
+    sequence = awake.sequence
+    sequence.truncate_kv(min(sequence.kv_len, kv_len))
+    del sequence.token_ids[tokens:]
+    awake.lookup.truncate(tokens)
+    awake.head.truncate(len(sequence.table))
+
+
+def digest(engine: Engine, awake: Awake) -> str:
+    """xxh3-128 (hex) over the token ids and every KV byte (compute lane)."""
+    sequence = awake.sequence
+    state = xxhash.xxh3_128(np.asarray(sequence.token_ids, "<u4").tobytes())
+    for page in sequence.table.pages:
+        state.update(engine.backend.read_page(page).data)
+    if sequence.tail.rows:
+        state.update(engine.backend.read_tail(sequence.buffer, sequence.tail.rows).data)
+    return state.hexdigest()

@@ -18,7 +18,7 @@ from blockbuster import BlockBuster, blockbuster_ctx
 import agentkv
 from agentkv import EngineConfig, SessionManager, SpeculationConfig, StepResult
 from agentkv.backends.base import Segment
-from agentkv.session import step_result
+from agentkv.result import step_result
 
 
 @pytest.fixture(autouse=True)

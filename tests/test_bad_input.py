@@ -329,8 +329,8 @@ async def test_c21_the_map_is_resized_only_when_no_transaction_lives(tmp_path):
     """A reader of another process holds its snapshot while the store is opened larger and outgrows its old limit."""
     script = (
         "import sys\n"
-        "from agentkv.memory.store import Store\n"
-        "store = Store.open(sys.argv[1], store_bytes=1 << 20, writer=False)\n"
+        "from agentkv.memory.reader import read_store\n"
+        "store = read_store(sys.argv[1])\n"
         "with store._env.read() as transaction:\n"
         "    before = transaction.used_bytes\n"
         "    print('reading', flush=True); sys.stdin.readline()\n"

@@ -11,11 +11,11 @@ import pytest
 import agentkv
 
 NAMES = """
-AgentKVError BackendUnavailable CapacityError CheckpointExpired ContextOverflow DecodingConfig Done EngineConfig Event
-Every IdentityMismatch InvalidInput InvalidSessionId Item ManagerClosed Mode ModelError ModelNotFound NotSupported
-Round Session SessionBusy SessionError SessionInfo SessionManager SessionNotFound SpeculationConfig StaleHead
-StepResult StoreDamaged StoreError StoreForked StoreFull StoreLocked StoreUnsafe Stream StreamEvent TemplateError Text
-Tolerant Trace UnsupportedModel Usage open
+AgentKVError BackendUnavailable CapacityError CheckpointExpired CheckpointInfo ContextOverflow DecodingConfig Done
+EngineConfig Event Every IdentityMismatch InvalidInput InvalidSessionId Item ManagerClosed Mode ModelError
+ModelNotFound NotSupported Round Session SessionBusy SessionDetails SessionError SessionInfo SessionManager
+SessionNotFound SessionStore SpeculationConfig StaleHead StepResult StoreDamaged StoreError StoreForked StoreFull
+StoreLocked StoreUnsafe Stream StreamEvent TemplateError Text Tolerant Trace UnsupportedModel Usage open open_store
 """.split()
 
 TYPE_ALIASES = {"Mode", "StreamEvent"}
@@ -26,6 +26,7 @@ SIGNATURES = {
     "on_cancel='rollback', tools=None)",
     agentkv.SessionManager.sessions: "(self, namespace='default')",
     agentkv.SessionManager.delete: "(self, id, namespace='default')",
+    agentkv.SessionManager.compact: "(self)",
     agentkv.SessionManager.statistics: "(self)",
     agentkv.SessionManager.close: "(self)",
     agentkv.Session.step: "(self, input, *, decoding=None, mode='auto', verify=None, seed=None, stop=None, "
@@ -33,6 +34,10 @@ SIGNATURES = {
     agentkv.Session.stream: "(self, input, *, decoding=None, mode='auto', verify=None, seed=None, stop=None, "
     "expect=None)",
     agentkv.Session.digest: "(self)",
+    agentkv.Session.checkpoint: "(self)",
+    agentkv.Session.fork: "(self, new_id, at=None)",
+    agentkv.Session.rollback: "(self, checkpoint)",
+    agentkv.open_store: "(path, *, write=False, store_bytes=None)",
     agentkv.Stream.aclose: "(self)",
 }
 

@@ -29,11 +29,12 @@ def test_python_of_the_readme_runs(number: int, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     if "agentkv.open" in code:
         assert (tmp_path / ".agentkv").is_dir(), "the store is where it says"
-        assert "Usage(" in done.stdout
+        assert ("result.usage" in code) == ("Usage(" in done.stdout)
+        assert done.stdout
 
 
 def test_the_two_commands_stand_at_the_top() -> None:
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3
     assert README.index("make demo") < README.index("make test") < README.index("## ")
 
 
@@ -48,8 +49,11 @@ def test_links_and_targets_exist(document: str) -> None:
 
 
 def test_commands_parse() -> None:
-    commands = re.findall(r"`agentkv ([a-z]+[^`]*)`", README)
-    assert commands
+    inline = re.findall(r"`agentkv ([a-z]+[^`]*)`", README)
+    listed = re.findall(r"(?:^|  )  agentkv ([a-z]+.*?)(?=   |$)", README, re.MULTILINE)
+    assert inline
+    assert len(listed) == 8
+    commands = [*inline, *listed]
     for command in commands:
         build_parser().parse_args(command.split())
 

@@ -79,6 +79,10 @@ def test_page_record_has_its_golden_bytes():
     assert len(value) == CODEC.page_bytes
 
 
+def test_a_manifest_written_before_it_had_all_its_fields_is_read():
+    assert decode_manifest(golden("manifest-0.1.0")) == MANIFEST
+
+
 @pytest.mark.parametrize(
     ("name", "struct", "encode", "decode"),
     [

@@ -34,6 +34,7 @@ from agentkv.errors import (
 )
 from agentkv.memory import directory, environment
 from agentkv.memory.manifest import SEGMENT_PAGES, SEGMENT_TOKENS, Commit, Manifest
+from agentkv.memory.reader import read_store
 from agentkv.memory.record import PageCodec
 from agentkv.memory.store import Store
 from agentkv.types import Identity, ModelShape, Span
@@ -116,8 +117,10 @@ class StoreMachine(RuleBasedStateMachine):
             shutil.rmtree(self.directory)
 
     def publish(self, commit: Commit):
+        self.keep_commit(self.store.commit(commit), commit)
+
+    def keep_commit(self, manifest: Manifest, commit: Commit):
         kept = self.model.setdefault(commit.id, [])
-        manifest = self.store.commit(commit)
         assert manifest.number == (kept[-1][0].number + 1 if kept else 1)
         kept.append((manifest, commit))
         self.model[commit.id] = [pair for pair in kept[: -self.keep] if pair[0].pinned] + kept[-self.keep :]
@@ -150,7 +153,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.model)
     @rule(name=sessions, back=st.integers(0, 2), share=st.floats(0, 1))
-    def roll_back(self, name, back, share):
+    def commit_less(self, name, back, share):
         if name not in self.model:
             return
         kept = self.model[name]
@@ -165,10 +168,30 @@ class StoreMachine(RuleBasedStateMachine):
     def fork(self, name, back):
         new = next(self.names)
         if name in self.model:
-            kept = self.model[name]
-            base, old = kept[-1 - min(back, len(kept) - 1)]
-            self.publish(msgspec.structs.replace(old, id=new, base=base, unchanged_tokens=len(old.token_ids)))
+            self.branch(name, new, back)
         return new
+
+    @precondition(lambda self: self.model)
+    @rule(name=sessions, back=st.integers(0, 2))
+    def roll_back(self, name, back):
+        if name in self.model:
+            self.branch(name, name, back)
+
+    def branch(self, name, new, back):
+        kept = self.model[name]
+        source, commit = kept[-1 - min(back, len(kept) - 1)]
+        manifest = self.store.branch(source, new, 1.0)
+        assert manifest.parent == source.checkpoint
+        self.keep_commit(manifest, msgspec.structs.replace(commit, id=new, base=source, created_at=1.0, pinned=False))
+
+    @precondition(lambda self: self.model)
+    @rule(name=sessions, back=st.integers(0, 2))
+    def pin(self, name, back):
+        if name in self.model:
+            kept = self.model[name]
+            place = max(len(kept) - 1 - back, 0)
+            manifest, commit = kept[place]
+            kept[place] = (self.store.pin(manifest), msgspec.structs.replace(commit, pinned=True))
 
     @precondition(lambda self: self.model)
     @rule(name=sessions)
@@ -303,14 +326,16 @@ def test_a_fork_lives_on_when_its_source_is_deleted(store):
     pages = write(store, SEGMENT_PAGES + 3)
     source = store.commit(make(pages=pages, tail=4))
     before = store.statistics()["records"]
-    fork = store.commit(make("b", source, pages, 4, unchanged_tokens=SEGMENT_TOKENS))
-    assert (fork.number, fork.parent, fork.segments[0]) == (1, "a@1", source.segments[0])
+    fork = store.branch(source, "b", 1.0)
+    assert (fork.number, fork.parent, fork.segments) == (1, "a@1", source.segments)
     assert store.statistics()["records"] == before + 1, "only the tail was copied"
+    with pytest.raises(InvalidInput, match="already"):
+        store.branch(source, "b", 1.0)
     store.delete("n", "a")
     found = store.read_pages("n", CODEC, store.contents(fork).records)
     assert all(np.array_equal(page, payload(record)) for page, record in zip(found, pages, strict=True))
-    with pytest.raises(StaleHead):
-        store.commit(make("b", source))
+    with pytest.raises(CheckpointExpired):
+        store.branch(source, "c", 1.0)
 
 
 def test_a_record_that_is_not_on_disk_cannot_be_named(store):
@@ -354,7 +379,7 @@ def test_namespaces_do_not_see_each_other(store):
             call("m", "a")
     with pytest.raises(InvalidInput, match="not on disk"):
         store.commit(make(pages=pages, namespace="m"))
-    with pytest.raises(InvalidInput, match="namespace"):
+    with pytest.raises(StaleHead):
         store.commit(make(base=store.manifest("n", "a"), namespace="m"))
     with pytest.raises(InvalidSessionId):
         store.put_pages("../m", CODEC, [])
@@ -406,9 +431,10 @@ def test_directory_and_files_are_private(store, tmp_path):
 def test_another_users_directory_is_refused(tmp_path, monkeypatch):
     Store.open(tmp_path / "store", store_bytes=STORE_BYTES).close()
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    for writer in (True, False):
-        with pytest.raises(StoreUnsafe, match="belongs to user"):
-            Store.open(tmp_path / "store", store_bytes=STORE_BYTES, writer=writer, force=True)
+    with pytest.raises(StoreUnsafe, match="belongs to user"):
+        Store.open(tmp_path / "store", store_bytes=STORE_BYTES, force=True)
+    with pytest.raises(StoreUnsafe, match="belongs to user"):
+        read_store(tmp_path / "store", force=True)
 
 
 def test_a_network_file_system_is_refused_unless_forced(tmp_path, monkeypatch):
@@ -452,7 +478,7 @@ def test_a_first_opening_that_was_killed_is_begun_anew(tmp_path):
     (tmp_path / "CURRENT").unlink()
     (tmp_path / "gen-1" / "data.mdb").write_bytes(b"")
     with pytest.raises(StoreError, match="no store"):
-        Store.open(tmp_path, store_bytes=STORE_BYTES, writer=False)
+        read_store(tmp_path)
     store = Store.open(tmp_path, store_bytes=STORE_BYTES)
     assert store.verify() == []
     store.close()
@@ -472,9 +498,9 @@ def test_a_newer_store_is_refused_and_not_touched(tmp_path, monkeypatch):
     Store.open(tmp_path, store_bytes=STORE_BYTES).close()
     monkeypatch.undo()
     before = (tmp_path / "gen-1" / "data.mdb").read_bytes()
-    for writer in (True, False):
+    for call in (lambda: Store.open(tmp_path, store_bytes=STORE_BYTES), lambda: read_store(tmp_path)):
         with pytest.raises(IdentityMismatch) as caught:
-            Store.open(tmp_path, store_bytes=STORE_BYTES, writer=writer)
+            call()
         assert (caught.value.field, caught.value.stored) == ("format", "2")
     assert (tmp_path / "gen-1" / "data.mdb").read_bytes() == before
 
@@ -484,10 +510,8 @@ def test_one_writer_and_readers_that_share_its_environment(store, tmp_path):
     with pytest.raises(StoreLocked, match=str(os.getpid())):
         Store.open(tmp_path / "store", store_bytes=STORE_BYTES)
     (tmp_path / "link").symlink_to(tmp_path / "store")
-    reader = Store.open(tmp_path / "link", store_bytes=STORE_BYTES, writer=False)
+    reader = read_store(tmp_path / "link")
     assert reader.manifest("n", "a") == manifest
-    with pytest.raises(StoreError, match="reading only"):
-        reader.commit(make("b"))
     reader.close()
     assert store.manifest("n", "a") == manifest
 
@@ -526,7 +550,7 @@ from test_store import *
 directory = tempfile.mkdtemp()
 store = Store.open(directory, store_bytes=STORE_BYTES)
 first = store.commit(make(pages=write(store, 300), tail=3, sidecar=b"x"))
-store.commit(make("b", first, store.contents(first).records, unchanged_tokens=4096))
+store.branch(first, "b", 1.0)
 with store._env.read() as transaction:
     for table in environment.Table:
         for key, value in transaction.scan(table, b""):

@@ -32,6 +32,7 @@ from agentkv.errors import (
 from agentkv.memory import space
 from agentkv.memory.environment import Table
 from agentkv.memory.keys import manifest_key, page_key, part, segment_key, session_key, tail_key
+from agentkv.memory.reader import read_store
 from agentkv.memory.record import PageCodec
 from agentkv.memory.store import Store
 from agentkv.types import ModelShape
@@ -219,7 +220,7 @@ def use_after_fork(path: Path) -> dict:
     store = open_store(path)
     manifest = store.commit(make(pages=write(store, 2)))
     calls = (store.allot_record, store.statistics, store.close, lambda: store.contents(manifest),
-             lambda: store.commit(make("b")), lambda: open_store(path, writer=False))  # fmt: skip
+             lambda: store.commit(make("b")), lambda: read_store(path / "store"))  # fmt: skip
 
     def use() -> None:
         for call in calls:
@@ -258,7 +259,7 @@ def open_second(path: Path) -> dict:
         open_store(path)
     except StoreLocked as error:
         refused = str(error)
-    store = open_store(path, writer=False)
+    store = read_store(path / "store")
     return {"refused": refused, "read": describe(store), "sessions": [s.head for s in store.sessions("n")]}
 
 

@@ -1,12 +1,13 @@
 """The store's directory: who may use it, which generation is current, and who writes.
 
     PATH/CURRENT        the name of the current generation
-    PATH/gen-N/         an LMDB environment
+    PATH/gen-N/         an LMDB environment; readers of other processes hold it (flock, shared)
     PATH/writer.lock    held (flock) by the one writer; holds its pid
 
 Knows nothing of LMDB; `environment.py` opens the generation found here.
 """
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -97,13 +98,60 @@ def set_current(path: Path, generation: str) -> None:
         os.close(directory)
 
 
+def next_generation(path: Path, current: Path) -> Path:
+    """The path of the generation after `current`; what an interrupted compaction left there is removed."""
+    generation = path / f"gen-{int(current.name.removeprefix('gen-')) + 1}"
+    if generation.exists():
+        shutil.rmtree(generation)
+    return generation
+
+
 def remove_other_generations(path: Path) -> None:
-    """Removes generations that CURRENT does not name (all of them before the first is complete)."""
+    """Removes generations that CURRENT does not name (all of them before the first is complete), but for those that a
+    reader still holds: a later call finds them."""
     keep = current_generation(path)
     for entry in path.iterdir():
         if _GENERATION.fullmatch(entry.name) and entry != keep:
-            _log.warning("removing %s, which CURRENT does not name", entry)
-            shutil.rmtree(entry)
+            try:
+                hold = GenerationHold(entry, exclusive=True)
+            except BlockingIOError:
+                _log.info("%s is still being read", entry)
+                continue
+            with contextlib.closing(hold):
+                shutil.rmtree(entry)
+
+
+class GenerationHold:
+    """A lock on a generation: shared while it is read, exclusive while it is removed. BlockingIOError if that fails."""
+
+    def __init__(self, generation: Path, *, exclusive: bool = False) -> None:
+        self._descriptor = os.open(generation, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def close(self) -> None:
+        """Lets go. Idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def hold_current(path: Path) -> tuple[Path, GenerationHold]:
+    """The current generation, held for reading. Raises `StoreError` where there is none."""
+    while True:
+        generation = current_generation(path)
+        if generation is None:
+            raise StoreError(f"there is no store at {path}")
+        try:
+            hold = GenerationHold(generation)
+        except (BlockingIOError, FileNotFoundError):
+            continue  # it is being removed: CURRENT names another by now
+        if current_generation(path) == generation:
+            return generation, hold
+        hold.close()
 
 
 class WriterLock:

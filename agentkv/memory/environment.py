@@ -165,6 +165,24 @@ class Environment:
         with _translated():
             self._env.sync()
 
+    def copy(self, generation: Path) -> None:
+        """Writes what is live to a new directory, durably."""
+        generation.mkdir(mode=0o700)
+        with _translated():
+            self._env.copy(str(generation), compact=True)
+        for name in (generation / "data.mdb", generation):
+            descriptor = os.open(name, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        (generation / "data.mdb").chmod(0o600)
+
+    def live_bytes(self) -> int:
+        """Bytes of the pages in use by the tables."""
+        with self.read() as transaction:
+            return transaction.live_bytes()
+
     def file_bytes(self) -> int:
         """Bytes of the data file in use at most; it never shrinks."""
         with _translated():
@@ -214,6 +232,13 @@ def acquire(generation: Path, store_bytes: int, writer: bool) -> Environment:
             raise StoreLocked(f"this process already has {generation} open for reading: close that first")
         environment.users += 1
         return environment
+
+
+def hold(environment: Environment) -> bool:
+    """One more user of an open environment, to be released; False if it has been closed meanwhile."""
+    with _open_lock:
+        environment.users += environment.users > 0
+        return environment.users > 0
 
 
 def release(environment: Environment) -> None:

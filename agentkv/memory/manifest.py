@@ -80,6 +80,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     pinned: bool = False
     reasoning: str = ""
     finish_reason: str = ""
+    private: bool = False
+    """Its KV came from a file, or was computed over such KV: no session but its forks may use it."""
 
     @property
     def checkpoint(self) -> str:
@@ -122,8 +124,7 @@ class Contents(msgspec.Struct, frozen=True):
 class Commit(msgspec.Struct, frozen=True, kw_only=True):
     """A step to publish. `token_ids`, `records` and `spans` are whole, not what was added.
 
-    `base` is the manifest it builds on: the session's head (None for a new session), or a checkpoint of another
-    session in the namespace, which makes a new session that shares its segments (a fork).
+    `base` is the manifest it builds on: the session's head (None for a new session).
     Segments of `base` that end at or before `unchanged_tokens` are reused where they are byte for byte the same.
     `records` has the record id of each durable page, a contiguous prefix. `tail` is a payload of `codec` with
     the rows from the last page boundary to `kv_len`, None if there are none.
@@ -146,6 +147,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: str = ""
     finish_reason: str = ""
     created_at: float = 0.0
+    private: bool = False
 
     @property
     def tail_rows(self) -> int:
@@ -197,6 +199,23 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
             )
             for i in range(count)
         ]
+
+
+def emptied(base: Manifest, identity: Identity, created_at: float) -> Commit:
+    """The commit that leaves nothing of `base`, the session's head, but what it was opened with."""
+    return Commit(
+        namespace=base.namespace,
+        id=base.id,
+        base=base,
+        unchanged_tokens=0,
+        token_ids=(),
+        records=(),
+        spans=(),
+        kv_len=0,
+        identity=identity,
+        reasoning=base.reasoning,
+        created_at=created_at,
+    )
 
 
 def encode_segment(segment: Segment) -> bytes:

@@ -1,4 +1,4 @@
-"""Accounting of page ids: which are free, which are held, by how many tables. Pure: no bytes live here.
+"""Accounting of page ids: which are free, which are held, by how many tables, and what record each one holds. Pure.
 
 Ids are handed out in runs of neighbours where possible, because a run is read as one view on the CPU.
 A page is released when its last holder lets go; `free + held == capacity` at all times (`check`).
@@ -7,6 +7,7 @@ A page is released when its last holder lets go; `free + held == capacity` at al
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
+from itertools import takewhile
 
 from agentkv.errors import CapacityError
 
@@ -18,6 +19,8 @@ class PagePool:
         assert capacity > 0
         self.capacity = capacity
         self._holders: dict[int, int] = {}
+        self._records: dict[int, int] = {}
+        self._pages: dict[int, int] = {}
         # Sorted, disjoint, never adjacent free runs [start, stop).
         self._starts: list[int] = [0]
         self._stops: list[int] = [capacity]
@@ -33,6 +36,17 @@ class PagePool:
     def holders(self, page: int) -> int:
         """How many tables hold `page`; 0 if it is free."""
         return self._holders.get(page, 0)
+
+    def name(self, page: int, record: int) -> None:
+        """`page`, which is held, has the bytes of a record: others who want them can hold it, too."""
+        assert page in self._holders, f"page {page} is free"
+        self._records[page] = record
+        self._pages[record] = page
+
+    def resident(self, records: Iterable[int]) -> list[int]:
+        """The held pages of the leading records that have one."""
+        pages = (self._pages.get(record) for record in records)
+        return [page for page in takewhile(lambda page: page is not None, pages) if page is not None]
 
     def take(self, count: int, after: int | None = None) -> list[int]:
         """Take `count` pages, continuing the run that ends at page `after` where that is possible.
@@ -65,6 +79,7 @@ class PagePool:
             self._holders[page] -= 1
             if not self._holders[page]:
                 del self._holders[page]
+                self._forget(page)
                 self._give(page)
 
     def check(self) -> None:
@@ -73,6 +88,13 @@ class PagePool:
         assert len(free) + self.held == self.capacity, (len(free), self.held, self.capacity)
         assert not set(free) & self._holders.keys()
         assert all(count > 0 for count in self._holders.values())
+        assert self._records.keys() <= self._holders.keys()
+        assert all(self._records[page] == record for record, page in self._pages.items())
+
+    def _forget(self, page: int) -> None:
+        record = self._records.pop(page, None)
+        if record is not None and self._pages[record] == page:
+            del self._pages[record]
 
     def _next_start(self, after: int | None, count: int) -> tuple[int, int]:
         """(index of a free run, where in it to start taking)."""

@@ -1,10 +1,12 @@
-"""What changes inside a transaction: a commit is published, a manifest dropped, a page freed.
+"""What changes inside a transaction: a commit is published, branched off or pinned, a manifest dropped, a page freed.
 
 References: a manifest counts on its segments, a segment on its page records; what nobody counts on is deleted in
 the same transaction. A record is either in `pending` or referenced, never both. `store.py` runs these.
 """
 
 import logging
+
+import msgspec
 
 from agentkv.errors import InvalidInput, StaleHead, StoreDamaged
 from agentkv.memory.environment import Table, Transaction
@@ -59,6 +61,7 @@ def publish(transaction: Transaction, commit: Commit, keep_checkpoints: int) -> 
         pinned=commit.pinned,
         reasoning=commit.reasoning,
         finish_reason=commit.finish_reason,
+        private=commit.private or (commit.base is not None and commit.base.private),
     )
     key = manifest_key(commit.namespace, commit.id, number)
     transaction.put(Table.MANIFESTS, key, encode_manifest(manifest))
@@ -66,10 +69,55 @@ def publish(transaction: Transaction, commit: Commit, keep_checkpoints: int) -> 
     return manifest
 
 
+def branch(
+    transaction: Transaction, source: Manifest, session: str, created_at: float, keep_checkpoints: int
+) -> Manifest:
+    """Publishes the state of `source` as the next commit of `session`: its own, or a new one. O(segments): pages are
+    shared, only the tail is copied.
+
+    Raises `InvalidInput` if another session has the id, `StoreDamaged` if the tail is missing.
+    """
+    entry = read_session(transaction, source.namespace, session)
+    if entry is not None and session != source.id:
+        raise InvalidInput(f"there is a session {session!r} already")
+    number = entry.head.number + 1 if entry else 1
+    for segment in source.segments:
+        _hold(transaction, segment_key(source.namespace, segment))
+    _copy_tail(transaction, source, session, number)
+    manifest = msgspec.structs.replace(
+        source, id=session, number=number, parent=source.checkpoint, created_at=created_at, pinned=False
+    )
+    transaction.put(Table.MANIFESTS, manifest_key(source.namespace, session, number), encode_manifest(manifest))
+    _move_head(transaction, entry, manifest, keep_checkpoints)
+    return manifest
+
+
+def pin(transaction: Transaction, manifest: Manifest) -> Manifest:
+    """Keeps a checkpoint for as long as its session is kept."""
+    pinned = msgspec.structs.replace(manifest, pinned=True)
+    transaction.put(
+        Table.MANIFESTS, manifest_key(manifest.namespace, manifest.id, manifest.number), encode_manifest(pinned)
+    )
+    entry = read_session(transaction, manifest.namespace, manifest.id)
+    assert entry is not None
+    checkpoints = tuple(
+        msgspec.structs.replace(c, pinned=True) if c.number == manifest.number else c for c in entry.checkpoints
+    )
+    updated = msgspec.structs.replace(entry, checkpoints=checkpoints)
+    transaction.put(Table.SESSIONS, session_key(manifest.namespace, manifest.id), encode_session(updated))
+    return pinned
+
+
 def read_session(transaction: Transaction, namespace: str, session: str) -> SessionEntry | None:
     """The session's entry; raises `StoreDamaged`."""
     value = transaction.view(Table.SESSIONS, session_key(namespace, session))
     return None if value is None else decode_session(value)
+
+
+def is_stored(transaction: Transaction, manifest: Manifest) -> bool:
+    """Whether a manifest object is one of the store's still (it may have been pinned since)."""
+    value = transaction.view(Table.MANIFESTS, manifest_key(manifest.namespace, manifest.id, manifest.number))
+    return value is not None and msgspec.structs.replace(decode_manifest(value), pinned=manifest.pinned) == manifest
 
 
 def drop_checkpoint(transaction: Transaction, namespace: str, session: str, number: int) -> None:
@@ -79,7 +127,7 @@ def drop_checkpoint(transaction: Transaction, namespace: str, session: str, numb
     try:
         segments = decode_manifest(value).segments if value is not None else ()
     except StoreDamaged as error:
-        # Refusing would make the session undeletable; its pages stay until the store is compacted.
+        # Refusing would make the session undeletable; its pages stay.
         _log.warning("dropping %s, which is damaged: its pages are not freed (%s)", (session, number), error)
         segments = ()
     for segment in segments:
@@ -103,15 +151,12 @@ def references(transaction: Transaction, key: bytes) -> int:
 def _check_head(transaction: Transaction, commit: Commit, entry: SessionEntry | None) -> None:
     base = commit.base
     head = checkpoint_name(commit.id, entry.head.number if entry else 0)
-    if base is not None and base.namespace != commit.namespace:
-        raise InvalidInput("a fork stays in its namespace")
-    if base is None or base.id != commit.id:
+    if base is None:
         if entry is not None:
             raise StaleHead(checkpoint_name(commit.id, 0), head)
         return
-    value = transaction.view(Table.MANIFESTS, manifest_key(base.namespace, base.id, base.number))
     # Numbers alone would take a manifest of a deleted session of the same name for the new one's.
-    if base.checkpoint != head or value is None or decode_manifest(value) != base:
+    if base.checkpoint != head or not is_stored(transaction, base):
         raise StaleHead(base.checkpoint, head)
 
 
@@ -158,6 +203,17 @@ def _write_tail(transaction: Transaction, commit: Commit, number: int) -> int:
         transaction.put(Table.RECORDS, key, value)
         total += cost(len(key), len(value))
     return total
+
+
+def _copy_tail(transaction: Transaction, source: Manifest, session: str, number: int) -> None:
+    if not source.tail_rows:
+        return
+    old, new = tail_key(source.namespace, source.id, source.number), tail_key(source.namespace, session, number)
+    groups = [bytes(value) for _, value in transaction.scan(Table.RECORDS, old)]
+    if not groups:
+        raise StoreDamaged(f"the tail of {source.checkpoint} is missing")
+    for group, value in enumerate(groups):
+        transaction.put(Table.RECORDS, part(new, group), value)
 
 
 def _move_head(transaction: Transaction, entry: SessionEntry | None, manifest: Manifest, keep_checkpoints: int) -> None:

@@ -150,6 +150,16 @@ class PageCodec:
         return rows, digest
 
 
+def codec_of(value: Buffer) -> PageCodec:
+    """The codec that a page or tail record was encoded with (its shape lacks what KV does not tell: heads of queries,
+    vocabulary, context). Raises `StoreDamaged`, `IdentityMismatch("format")`."""
+    kv_id, layers, _, _, kv_heads, head_dim, _, code, _ = _read_header(memoryview(value))
+    dtype = next((name for name, number in DTYPE_CODES.items() if number == code), None)
+    if dtype is None or not layers * kv_heads * head_dim:
+        raise StoreDamaged("page record: its shape is none")
+    return PageCodec(ModelShape(layers, kv_heads, kv_heads, head_dim, 0, 0, dtype), kv_id)
+
+
 def _preamble(magic: bytes) -> bytes:
     return _PREAMBLE.pack(magic, FORMAT, FORMAT ^ 0xFFFF)
 

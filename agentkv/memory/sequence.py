@@ -72,7 +72,7 @@ class Sequence:
         """A prefill chunk has filled `pages`, the tail's rows first: they are sealed, and the tail is empty."""
         assert not self.provisional
         for page in pages:
-            self.table.append(page, self._allot_record())
+            self._append_sealed(page, self._allot_record())
         self.tail.truncate(0)
         self.verified_len = self.kv_len
 
@@ -80,7 +80,7 @@ class Sequence:
         """Take over `pages` and tail rows whose bytes come from records that are on disk; a part may follow a part."""
         assert not self.tail.rows
         for page, record in zip(pages, records, strict=True):
-            self.table.append(page, record)
+            self._append_sealed(page, record)
         self.tail.extend(tail_rows)
         self.verified_len = self.kv_len
         self.offered = self.table.sealed
@@ -94,7 +94,21 @@ class Sequence:
         while self.tail.pop_page():
             [page] = self.take_pages(1)
             self.memory.seal(self.buffer, page)
-            self.table.append(page, self._allot_record() if verified else None)
+            if verified:
+                self._append_sealed(page, self._allot_record())
+            else:
+                self.table.append(page, None)
+
+    def share(self, records: list[int]) -> int:
+        """Hold the pages of the leading `records` that are in memory already; returns how many they are."""
+        pages = self.pool.resident(records)
+        self.pool.retain(pages)
+        self.restore(pages, records[: len(pages)], 0)
+        return len(pages)
+
+    def _append_sealed(self, page: int, record: int) -> None:
+        self.table.append(page, record)
+        self.pool.name(page, record)
 
     def truncate_kv(self, length: int) -> None:
         """Keep the KV of the first `length` positions; rows of a page cut in two go back to the tail."""
